@@ -1,0 +1,105 @@
+"""Compiles the kernels, keeps them per device and launches them with typed parameters on torch's current stream."""
+
+from __future__ import annotations
+
+import struct
+from functools import cache
+from importlib import resources
+from typing import Any
+
+import numpy as np
+import torch
+
+COMPILE_OPTIONS = ("--std=c++17",)
+
+
+class KernelNotReadyError(RuntimeError):
+    """A kernel would have to be compiled or loaded while a CUDA graph is being captured, which would end the capture."""
+
+
+@cache
+def kernel_source(stem: str) -> str:
+    """CUDA C++ of `<stem>.cu` with ring.cuh inlined: CuPy's disk cache keys on the source, not on included files."""
+    folder = resources.files(__package__)
+    arithmetic = (folder / "ring.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
+    return (folder / f"{stem}.cu").read_text(encoding="utf-8").replace('#include "ring.cuh"\n', arithmetic)
+
+
+class Kernel:
+    """One `extern "C"` kernel whose only parameter is a struct, passed by value.
+
+    Parameters
+    ----------
+    stem : str
+        Source file, `<stem>.cu`.
+    name : str
+        Name of the kernel in it.
+    layout : str
+        Members of the struct in the format of Python's `struct` (native alignment): P pointer, i int, I unsigned, q long
+        long, f float. A value that does not fit its declared type is refused, never truncated.
+    """
+
+    def __init__(self, stem: str, name: str, layout: str) -> None:
+        self.stem = stem
+        self.name = name
+        self._layout = struct.Struct(f"@{layout}0P")  # 0P: the tail padding of a C struct that holds pointers
+        self._functions: dict[int, Any] = {}
+
+    def load(self, device_index: int) -> Any:
+        """Compile and load the kernel on a device. Raises KernelNotReadyError when called while capturing."""
+        if torch.cuda.is_current_stream_capturing():
+            raise KernelNotReadyError(
+                f"{self.name} is not loaded on cuda:{device_index} and cannot be while a CUDA graph is captured: "
+                "call MetadataService.warmup() before the capture"
+            )
+        with torch.cuda.device(device_index):
+            function = _module(self.stem).get_function(self.name)
+        self._functions[device_index] = function
+        return function
+
+    def launch(self, device: torch.device, blocks: int, threads: int, *values: int | float) -> None:
+        """Launch on torch's current stream of `device`, whatever the current device is.
+
+        Raises
+        ------
+        struct.error
+            A value does not fit its declared type.
+        cupy.cuda.driver.CUDADriverError
+            The launch was refused.
+        """
+        index = device.index
+        function = self._functions.get(index) or self.load(index)
+        parameters = np.frombuffer(self._layout.pack(*values), np.uint8)
+        stream = _cupy_stream(torch.cuda.current_stream(index).cuda_stream, index)
+        if torch.cuda.current_device() == index:
+            function((blocks,), (threads,), (parameters,), stream=stream)
+        else:
+            with torch.cuda.device(index):
+                function((blocks,), (threads,), (parameters,), stream=stream)
+
+
+@cache
+def _module(stem: str) -> Any:
+    import cupy
+
+    return cupy.RawModule(code=kernel_source(stem), options=COMPILE_OPTIONS)
+
+
+@cache
+def _cupy_stream(pointer: int, device_index: int) -> Any:
+    """CuPy's view of a torch stream; cached, since making one costs more than a launch."""
+    import cupy
+
+    return cupy.cuda.Stream.from_external(torch.cuda.ExternalStream(pointer, device=device_index))
+
+
+def pointer(tensor: torch.Tensor | None) -> int:
+    """Address of a tensor's first element (its storage offset included), 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+@cache
+def divisor(value: int) -> tuple[int, int, int]:
+    """Members of ring.cuh's `Divisor`: (divisor, multiplier, shift), exact for dividends 0 … 2^31-1."""
+    shift = (value - 1).bit_length()
+    return value, (1 << (31 + shift)) // value + 1, shift

@@ -1,0 +1,131 @@
+// The arithmetic of the ring and of a batch row: pure functions, the same names as host_fallback/ring.py.
+//
+// Compiles as CUDA (NVRTC, nvcc) and as plain C++17, so that it can be tested without a GPU. Positions, lengths and ids are
+// int32, 0 <= position < 2^31 - 1; nothing here overflows for values that `row_error` lets through.
+#pragma once
+
+#ifdef __CUDACC__
+#define ZOS_HD __host__ __device__ __forceinline__
+#else
+#define ZOS_HD inline
+#endif
+
+namespace zos {
+
+constexpr int INT32_LARGEST = 0x7fffffff;
+
+enum Phase { FREE = 0, LIVE = 1, FINISHED = 2, ERROR = 3, PAUSED = 4 };
+
+enum ErrorCode {
+    NO_ERROR = 0,
+    SEQLEN_Q_RANGE = 1,
+    Q_START_NEGATIVE = 2,
+    VALID_START_NEGATIVE = 3,
+    VALID_START_PAST_Q_START = 4,
+    POSITION_OVERFLOW = 5,
+    CHUNK_PAST_PROMPT_END = 6,
+    NUM_KEPT_RANGE = 7,
+    CHUNK_NOT_KEPT_WHOLE = 8,
+};
+
+ZOS_HD int smaller(int a, int b) { return a < b ? a : b; }
+ZOS_HD int larger(int a, int b) { return a > b ? a : b; }
+
+// A divisor known before the launch, with the multiplier that replaces the division: exact for 0 <= n < 2^31, 1 <= divisor.
+struct Divisor {
+    int divisor;
+    unsigned multiplier;  // floor(2^(31 + shift) / divisor) + 1
+    int shift;            // ceil(log2(divisor))
+};
+
+ZOS_HD Divisor make_divisor(int divisor) {
+    int shift = 0;
+    while ((1LL << shift) < divisor) ++shift;
+    return {divisor, static_cast<unsigned>(((1ULL << (31 + shift)) / divisor) + 1), shift};
+}
+
+ZOS_HD int quotient(int n, Divisor d) {
+    const unsigned twice = static_cast<unsigned>(n) << 1;  // (2n * m) >> 32 keeps the product's high half in one instruction
+#ifdef __CUDA_ARCH__
+    return static_cast<int>(__umulhi(twice, d.multiplier) >> d.shift);
+#else
+    return static_cast<int>((static_cast<unsigned long long>(twice) * d.multiplier >> 32) >> d.shift);
+#endif
+}
+
+ZOS_HD int remainder(int n, Divisor d) { return n - quotient(n, d) * d.divisor; }
+
+// ---- the window of a query -------------------------------------------------------------------------------------------------
+
+// First position (inclusive) that the query at `position` sees.
+ZOS_HD int window_begin(int position, int window, int valid_start) {
+    return larger(larger(position - window + 1, valid_start), 0);
+}
+
+// Slot (0 .. ring - 1) of a position within its sequence's ring.
+ZOS_HD int ring_slot(int position, Divisor ring) { return remainder(position, ring); }
+
+// The slot `steps` (0 .. ring - 1) places after `slot`, going round.
+ZOS_HD int ring_advance(int slot, int steps, int ring) {
+    const int next = slot + steps;
+    return next >= ring ? next - ring : next;
+}
+
+// First visible row (0 .. window) of a sequence's `window` history rows, which hold positions q_start - window .. q_start - 1.
+ZOS_HD int history_start(int begin, int q_start, int window) { return window - (q_start - smaller(begin, q_start)); }
+
+// First visible token (0-based, of this step's new tokens) of a query whose window begins at `begin`.
+ZOS_HD int chunk_start(int begin, int q_start) { return larger(begin - q_start, 0); }
+
+// Index of the pooled entry that the token at `position` completes, or -1 when it completes none or the entry is cached.
+ZOS_HD int compressed_index(int position, Divisor ratio, int kv_cached_end) {
+    const bool completes = remainder(position + 1, ratio) == 0;
+    return completes && position >= kv_cached_end ? quotient(position, ratio) : -1;
+}
+
+// ---- what a batch row is (DESIGN, "prepare": rules 1 to 3) -------------------------------------------------------------------
+
+// Token places that a row takes in a packed batch. `limit`: most tokens a row may have in this kind of batch.
+ZOS_HD int row_places(int phase, int seqlen_q, int limit) {
+    return phase == LIVE && seqlen_q > 0 && seqlen_q <= limit ? seqlen_q : 0;
+}
+
+ZOS_HD int row_error(int phase, int seqlen_q, int q_start, int prompt_end, int valid_start, int limit) {
+    if (phase != LIVE || seqlen_q == 0) return NO_ERROR;
+    const bool prefilling = q_start < prompt_end;
+    if (seqlen_q > limit) return prefilling ? NO_ERROR : SEQLEN_Q_RANGE;
+    if (seqlen_q < 0) return SEQLEN_Q_RANGE;
+    if (q_start < 0) return Q_START_NEGATIVE;
+    if (valid_start < 0) return VALID_START_NEGATIVE;
+    if (valid_start > q_start) return VALID_START_PAST_Q_START;
+    if (q_start > INT32_LARGEST - seqlen_q) return POSITION_OVERFLOW;
+    if (prefilling && seqlen_q > prompt_end - q_start) return CHUNK_PAST_PROMPT_END;
+    return NO_ERROR;
+}
+
+// The offending value that goes with an error of `row_error`.
+ZOS_HD int row_error_value(int error, int seqlen_q, int q_start, int valid_start) {
+    if (error == SEQLEN_Q_RANGE || error == CHUNK_PAST_PROMPT_END) return seqlen_q;
+    return error == VALID_START_NEGATIVE || error == VALID_START_PAST_Q_START ? valid_start : q_start;
+}
+
+// ---- how a sequence moves on (DESIGN, "commit") ------------------------------------------------------------------------------
+
+// Error of a result for a row of q tokens that is not prefilling. A chunk longer than a decode step is kept whole or not at all.
+ZOS_HD int kept_error(int num_kept, int q, int tokens_per_step) {
+    if (q > tokens_per_step) return num_kept == q ? NO_ERROR : CHUNK_NOT_KEPT_WHOLE;
+    return num_kept < 0 || num_kept > q ? NUM_KEPT_RANGE : NO_ERROR;
+}
+
+// `kept`, cut so that q_start never passes stop_at (0: no stop).
+ZOS_HD int kept_before_stop(int kept, int q_start, int stop_at) {
+    return stop_at > 0 ? larger(0, smaller(kept, stop_at - q_start)) : kept;
+}
+
+// seqlen_q of the step that starts at q_start: the next chunk while prefilling, then decode steps. A 0 takes the default.
+ZOS_HD int next_seqlen_q(int q_start, int prompt_end, int chunk_q, int decode_q, int tokens_per_step, int max_prefill_tokens) {
+    if (q_start < prompt_end) return smaller(chunk_q > 0 ? chunk_q : max_prefill_tokens, prompt_end - q_start);
+    return decode_q > 0 ? decode_q : tokens_per_step;
+}
+
+}  // namespace zos

@@ -1,0 +1,117 @@
+"""The arithmetic of the ring and of a batch row: the Numba twins of device_kernels/ring.cuh, function by function.
+
+Every size (window, ring, tokens_per_step) is an argument: a module-level constant would be frozen into Numba's disk cache.
+"""
+
+from __future__ import annotations
+
+from numba import njit
+
+INT32_LARGEST = 2**31 - 1
+
+FREE, LIVE, FINISHED, ERROR, PAUSED = range(5)
+
+(
+    NO_ERROR,
+    SEQLEN_Q_RANGE,
+    Q_START_NEGATIVE,
+    VALID_START_NEGATIVE,
+    VALID_START_PAST_Q_START,
+    POSITION_OVERFLOW,
+    CHUNK_PAST_PROMPT_END,
+    NUM_KEPT_RANGE,
+    CHUNK_NOT_KEPT_WHOLE,
+) = range(9)
+
+
+@njit(cache=True, inline="always")
+def window_begin(position, window, valid_start):
+    """First position (inclusive) that the query at `position` sees."""
+    return max(position - window + 1, valid_start, 0)
+
+
+@njit(cache=True, inline="always")
+def ring_slot(position, ring):
+    """Slot (0 … ring-1) of a position within its sequence's ring."""
+    return position % ring
+
+
+@njit(cache=True, inline="always")
+def history_start(begin, q_start, window):
+    """First visible row (0 … window) of the history rows, which hold positions q_start-window … q_start-1."""
+    return window - (q_start - min(begin, q_start))
+
+
+@njit(cache=True, inline="always")
+def chunk_start(begin, q_start):
+    """First visible token (0-based, of this step's new tokens) of a query whose window begins at `begin`."""
+    return max(begin - q_start, 0)
+
+
+@njit(cache=True, inline="always")
+def compressed_index(position, ratio, kv_cached_end):
+    """Index of the pooled entry that `position` completes, or -1 when it completes none or the entry is cached."""
+    if (position + 1) % ratio == 0 and position >= kv_cached_end:
+        return position // ratio
+    return -1
+
+
+@njit(cache=True, inline="always")
+def row_places(phase, seqlen_q, limit):
+    """Token places that a row takes in a packed batch; `limit` is the most a row may have in this kind of batch."""
+    return seqlen_q if phase == LIVE and 0 < seqlen_q <= limit else 0
+
+
+@njit(cache=True)
+def row_error(phase, seqlen_q, q_start, prompt_end, valid_start, limit):
+    """ErrorCode of a row (DESIGN, "prepare": rules 1 to 3), NO_ERROR for sound and for padding rows."""
+    if phase != LIVE or seqlen_q == 0:
+        return NO_ERROR
+    prefilling = q_start < prompt_end
+    if seqlen_q > limit:
+        return NO_ERROR if prefilling else SEQLEN_Q_RANGE
+    if seqlen_q < 0:
+        return SEQLEN_Q_RANGE
+    if q_start < 0:
+        return Q_START_NEGATIVE
+    if valid_start < 0:
+        return VALID_START_NEGATIVE
+    if valid_start > q_start:
+        return VALID_START_PAST_Q_START
+    if q_start > INT32_LARGEST - seqlen_q:
+        return POSITION_OVERFLOW
+    if prefilling and seqlen_q > prompt_end - q_start:
+        return CHUNK_PAST_PROMPT_END
+    return NO_ERROR
+
+
+@njit(cache=True)
+def row_error_value(error, seqlen_q, q_start, valid_start):
+    """Return the offending value that goes with an error of `row_error`."""
+    if error == SEQLEN_Q_RANGE or error == CHUNK_PAST_PROMPT_END:
+        return seqlen_q
+    if error == VALID_START_NEGATIVE or error == VALID_START_PAST_Q_START:
+        return valid_start
+    return q_start
+
+
+@njit(cache=True)
+def kept_error(num_kept, q, tokens_per_step):
+    """ErrorCode of a result for a row of q tokens that is not prefilling; a long chunk is kept whole or not at all."""
+    if q > tokens_per_step:
+        return NO_ERROR if num_kept == q else CHUNK_NOT_KEPT_WHOLE
+    return NUM_KEPT_RANGE if num_kept < 0 or num_kept > q else NO_ERROR
+
+
+@njit(cache=True)
+def kept_before_stop(kept, q_start, stop_at):
+    """`kept`, cut so that q_start never passes stop_at (0: no stop)."""
+    return max(0, min(kept, stop_at - q_start)) if stop_at > 0 else kept
+
+
+@njit(cache=True)
+def next_seqlen_q(q_start, prompt_end, chunk_q, decode_q, tokens_per_step, max_prefill_tokens):
+    """seqlen_q of the step that starts at q_start: the next chunk while prefilling, then decode steps."""
+    if q_start < prompt_end:
+        return min(chunk_q if chunk_q > 0 else max_prefill_tokens, prompt_end - q_start)
+    return decode_q if decode_q > 0 else tokens_per_step

@@ -1,0 +1,26 @@
+"""zos: the sequence-metadata service of an LLM decode engine with zero-overhead scheduling."""
+
+from zos.errors import DeviceStateError, EditsDuringCaptureError, KernelNotReadyError, MetadataReplacedError
+from zos.geometry import CompressionRing, RingGeometry
+from zos.loop import DecodeLoop, StepResult
+from zos.metadata import DecodeMetadata
+from zos.service import MetadataService
+from zos.table import ErrorCode, Phase, SequenceTable
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CompressionRing",
+    "DecodeLoop",
+    "DecodeMetadata",
+    "DeviceStateError",
+    "EditsDuringCaptureError",
+    "ErrorCode",
+    "KernelNotReadyError",
+    "MetadataReplacedError",
+    "MetadataService",
+    "Phase",
+    "RingGeometry",
+    "SequenceTable",
+    "StepResult",
+]

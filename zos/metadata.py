@@ -1,0 +1,144 @@
+"""DecodeMetadata: the persistent output buffers of a metadata slot, their views for one step, and the step's tickets."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from device_kernels.decode_metadata import chunk_count
+from device_kernels.module import divisor
+from zos.geometry import CompressionRing, RingGeometry
+from zos.table import SequenceTable
+
+VIEWS_KEPT = 64  # (batch, tokens) shapes whose views a slot keeps; a loop's buckets are fewer
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeMetadata:
+    """What a decode step's kernels read: views of exactly B rows and T token places over a slot's fixed buffers.
+
+    The buffers are written by `MetadataService.prepare` and keep their addresses, so a captured graph stays valid. PAD stands in
+    brackets behind each field. A row is live iff its seqlens_k > 0.
+    """
+
+    slot: int  # metadata slot; -1 for the private one of a warm-up
+    batch: int  # B
+    tokens: int  # T
+    state_ids: torch.Tensor  # int32 [B]: state of each row [-1]; what prepare reads
+    kv_swa_index_offset_len: torch.Tensor  # int32 [T, 2]: (state_id * R + lo % R, window length) [0, 0]
+    kv_swa_index: torch.Tensor  # int32 [T, W]: ring slots of the visible positions, oldest first, then -1 [-1]
+    kv_swa_full_index_pivots: torch.Tensor  # int32 [T, 4]: section 1 start, length, section 2 start, length [0]
+    swa_len: torch.Tensor  # int32 [T]: window length, FlashMLA's topk_length [0]
+    positions: torch.Tensor  # int64 [T]: absolute position [0]
+    input_ids: torch.Tensor | None  # int64 [T] with carry_tokens: token_ids[state, j], 0 for a prefilling row [0]
+    swa_write_slot: torch.Tensor  # int64 [T]: state_id * R + position % R, where the token's entry goes [-1]
+    token_row: torch.Tensor  # int32 [T]: row of the batch [-1]
+    token_state_id: torch.Tensor  # int32 [T] [-1]
+    cu_seqlens_q: torch.Tensor  # int32 [B + 1]: exclusive prefix sums of the rows' token places
+    seqlens_q: torch.Tensor  # int32 [B]: query tokens [0]
+    seqlens_k: torch.Tensor  # int32 [B]: q_start + seqlen_q [0]
+    num_tokens: torch.Tensor  # int32 [1]: live tokens
+    compression_write_slot: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: state_id * C + position % C [-1]
+    compression_index: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: entry that the token completes, or -1 [-1]
+    tickets: torch.Tensor  # int32 [B, 4]: (state_id, generation, q_start, seqlen_q) [-1, 0, 0, 0]; commit reads these
+    buffers: MetadataBuffers = field(repr=False)
+    compression_outputs: tuple[torch.Tensor, torch.Tensor] = field(repr=False)  # int64 [ratios, T] each, ratio by ratio
+
+
+class MetadataBuffers:
+    """Storage of one metadata slot, sized for max_batch rows.
+
+    Parameters
+    ----------
+    slot : int
+        Number of the slot.
+    state_ids : torch.Tensor
+        int32 [max_batch]: the slot's batch.
+    table : SequenceTable
+        The records that the batch names.
+    geometry : RingGeometry
+        Window and tokens per step.
+    compression : tuple of CompressionRing
+        Compression rings whose outputs are wanted.
+    """
+
+    def __init__(
+        self,
+        slot: int,
+        state_ids: torch.Tensor,
+        table: SequenceTable,
+        geometry: RingGeometry,
+        compression: tuple[CompressionRing, ...],
+    ) -> None:
+        max_batch, device = state_ids.shape[0], state_ids.device
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        self.slot = slot
+        self.table = table
+        self._state_ids = state_ids
+        self.ratios = tuple(ring.ratio for ring in compression)
+        self.prepared_batch: int | None = None  # B of the last eager prepare: whose tickets the buffers hold
+        places = max_batch * geometry.tokens_per_step
+        self._tokens = {  # by token place
+            "kv_swa_index_offset_len": zeros(places, 2),
+            "kv_swa_index": zeros(places, geometry.window),
+            "kv_swa_full_index_pivots": zeros(places, 4),
+            "swa_len": zeros(places),
+            "positions": zeros(places, dtype=torch.int64),
+            "swa_write_slot": zeros(places, dtype=torch.int64),
+            "token_row": zeros(places),
+            "token_state_id": zeros(places),
+        }
+        self._input_ids = zeros(places, dtype=torch.int64) if table.token_ids is not None else None
+        self._rows = {  # by batch row
+            "seqlens_q": zeros(max_batch),
+            "seqlens_k": zeros(max_batch),
+            "tickets": zeros(max_batch, 4),
+        }
+        self._cu_seqlens_q = zeros(max_batch + 1)
+        self._num_tokens = zeros(1)
+        self._no_tokens = zeros(1)  # num_tokens of an empty batch, for which nothing is launched
+        self._compression_write_slot = zeros(len(compression), places, dtype=torch.int64)
+        self._compression_index = zeros(len(compression), places, dtype=torch.int64)
+        self.chunk_places = zeros(chunk_count(max_batch))
+        self._views: OrderedDict[tuple[int, int], DecodeMetadata] = OrderedDict()
+
+    def view(self, batch: int, tokens: int) -> DecodeMetadata:
+        """Views of `batch` rows and `tokens` token places; the same object for the same shape."""
+        key = (batch, tokens)
+        if key not in self._views:
+            self._views[key] = self._make_view(batch, tokens)
+            if len(self._views) > VIEWS_KEPT:
+                self._views.popitem(last=False)
+        return self._views[key]
+
+    def _make_view(self, batch: int, tokens: int) -> DecodeMetadata:
+        write_slot, index = self._compression_write_slot[:, :tokens], self._compression_index[:, :tokens]
+        return DecodeMetadata(
+            slot=self.slot,
+            batch=batch,
+            tokens=tokens,
+            state_ids=self._state_ids[:batch],
+            **{name: buffer[:tokens] for name, buffer in self._tokens.items()},
+            input_ids=None if self._input_ids is None else self._input_ids[:tokens],
+            **{name: buffer[:batch] for name, buffer in self._rows.items()},
+            cu_seqlens_q=self._cu_seqlens_q[: batch + 1],
+            num_tokens=self._num_tokens if batch > 0 else self._no_tokens,
+            compression_write_slot=dict(zip(self.ratios, write_slot, strict=True)),
+            compression_index=dict(zip(self.ratios, index, strict=True)),
+            buffers=self,
+            compression_outputs=(write_slot, index),
+        )
+
+
+def compression_table(compression: tuple[CompressionRing, ...], device: torch.device) -> torch.Tensor:
+    """Return the operators' int32 [ratios, 8]: each ring's ratio and entries as ring.cuh `Divisor`s (value, multiplier, shift)."""
+    table = torch.zeros(len(compression), 8, dtype=torch.int64)
+    for row, ring in zip(table, compression, strict=True):
+        row[:6] = torch.tensor([*divisor(ring.ratio), *divisor(ring.entries)])
+    return torch.where(table >= 2**31, table - 2**32, table).to(torch.int32).to(device)  # multipliers keep their bits

@@ -1,0 +1,507 @@
+"""MetadataService: admits sequences, prepares a step's metadata, commits its result, and knows when each edit takes effect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+import numpy as np
+import torch
+
+import zos.ops  # noqa: F401  registers torch.ops.zos
+from zos.edits import Edit, StagedEdits
+from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
+from zos.geometry import CompressionRing, RingGeometry, whole_number
+from zos.mapped import shared_zeros
+from zos.metadata import DecodeMetadata, MetadataBuffers, compression_table
+from zos.streams import StreamOrder
+from zos.table import SequenceTable
+
+TOKEN_LAYOUTS = ("packed", "strided")
+COUNTERS = ("stale", "duplicate", "deferred", "errors")
+
+
+@dataclass
+class _Slot:
+    """One metadata slot: its buffers, and the shape of the batch last set."""
+
+    buffers: MetadataBuffers
+    batch: int | None = None  # B
+    tokens: int = 0  # T
+
+
+class MetadataService:
+    """Sequence metadata that lives on the device: records in, attention metadata out, with no host round trip.
+
+    Host calls only stage edits; `prepare` and `flush` apply them in one launch on the current stream, in call order. Everything
+    happens in stream order, also across streams: a call on another stream than the last one waits for it on the device.
+
+    Parameters
+    ----------
+    capacity : int
+        Number of states. capacity * ring must be below 2^31, so that ring slots fit int32.
+    max_batch : int
+        Most rows of a batch.
+    geometry : RingGeometry, optional
+        Window, draft tokens and ring. Default: RingGeometry().
+    device : str or torch.device
+        A CUDA device, or "cpu" for the identical calls on Numba.
+    max_prefill_tokens : int
+        Tokens of a prefill step, and the chunk length that chunk_q = 0 stands for.
+    token_layout : {"packed", "strided"}
+        Where a row's tokens stand (DESIGN, "Token places"). "strided" needs no scan over the batch and is the fastest.
+    compression_ratios : sequence of int or CompressionRing
+        Compression rings whose outputs are wanted; an int is a ring without overlap.
+    carry_tokens : bool
+        Whether the table holds the next step's input ids.
+    metadata_slots : int
+        Batches that can be in flight at once, each with its own buffers.
+
+    Raises
+    ------
+    ValueError
+        A size is out of range; the message names argument, rule and value.
+
+    Examples
+    --------
+    >>> svc = MetadataService(capacity=16, max_batch=4, device="cpu")
+    >>> svc.admit(state_id=3, q_start=1000, seqlen_q=6)
+    >>> svc.set_batch([3], batch=1)
+    >>> svc.prepare().kv_swa_index_offset_len[0].tolist()
+    [471, 128]
+    """
+
+    def __init__(
+        self,
+        capacity: int = 4096,
+        max_batch: int = 256,
+        geometry: RingGeometry | None = None,
+        device: str | torch.device = "cuda",
+        max_prefill_tokens: int = 8192,
+        token_layout: str = "packed",
+        compression_ratios: Sequence[int | CompressionRing] = (2,),
+        carry_tokens: bool = False,
+        metadata_slots: int = 1,
+    ) -> None:
+        self.geometry = geometry or RingGeometry()
+        self.capacity = whole_number("capacity", capacity, 1)
+        self.max_batch = whole_number("max_batch", max_batch, 1)
+        self.max_prefill_tokens = whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+        self.metadata_slots = whole_number("metadata_slots", metadata_slots, 1)
+        if token_layout not in TOKEN_LAYOUTS:
+            raise ValueError(f"token_layout={token_layout!r} is none of {', '.join(TOKEN_LAYOUTS)}")
+        self.token_layout = token_layout
+        step = self.geometry.tokens_per_step
+        whole_number("capacity * ring", self.capacity * self.geometry.ring, 1)
+        whole_number("max_batch * (window + tokens_per_step)", self.max_batch * (self.geometry.window + step), 1)
+        self.compression = _compression_rings(compression_ratios, step)
+        self.device = _resolve_device(device)
+        self.steps_launched = 0  # prepared here, or reported through `launched`
+
+        self.table = SequenceTable(self.capacity, step, carry_tokens, self.device)
+        # int32 [slots + 1, max_batch]: state ids by row; the last is all padding, for warm-ups
+        self._batches = torch.full((self.metadata_slots + 1, self.max_batch), -1, dtype=torch.int32, device=self.device)
+        self._edits = self._new_edits()
+        self._slots = [_Slot(self._new_buffers(slot, self.max_batch)) for slot in range(self.metadata_slots)]
+        self._compressions = compression_table(self.compression, self.device)
+        self._counters_host, self._counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
+        self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
+        self._order = StreamOrder(self.device)
+
+    # ---- sequences: every call stages one edit ---------------------------------------------------------------------------
+
+    def admit(
+        self,
+        state_id: int,
+        q_start: int = 0,
+        seqlen_q: int | None = None,
+        *,
+        swa_valid_start: int = 0,
+        stop_at: int = 0,
+        prompt_end: int = 0,
+        chunk_q: int = 0,
+        decode_q: int = 0,
+        kv_cached_end: int = 0,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Put a sequence into a free state; it is LIVE from the next flush on.
+
+        Parameters
+        ----------
+        state_id : int
+            A state not in use.
+        q_start : int
+            Number of tokens whose KV is final: the position of the next query.
+        seqlen_q : int, optional
+            Tokens wanted in the next step. Default: the next chunk while q_start < prompt_end, else decode_q.
+        swa_valid_start : int
+            Ring positions below it are missing; 0 … q_start.
+        stop_at : int
+            Length at which the sequence finishes, 0 for none.
+        prompt_end, chunk_q : int
+            The sequence prefills up to prompt_end in chunks of chunk_q (0: max_prefill_tokens).
+        decode_q : int
+            Tokens of its decode steps (0: tokens per step).
+        kv_cached_end : int
+            Compressed entries of tokens below it exist already and are not emitted again.
+        tokens : sequence of int, optional
+            Input ids of its next step, with carry_tokens; missing ones are 0.
+
+        Raises
+        ------
+        ValueError, IndexError
+            The state is in use, or a value breaks a rule; nothing is staged.
+        """
+        state_id = self._state_id(state_id)
+        if state_id in self._stop_at:
+            raise ValueError(f"state_id={state_id} is in use: release it first")
+        step, limit = self.geometry.tokens_per_step, self.max_prefill_tokens
+        q_start = whole_number("q_start", q_start, 0)
+        swa_valid_start = whole_number("swa_valid_start", swa_valid_start, 0)
+        if swa_valid_start > q_start:
+            raise ValueError(f"swa_valid_start={swa_valid_start} exceeds q_start={q_start} of state_id {state_id}")
+        prompt_end = whole_number("prompt_end", prompt_end, 0)
+        stop_at = whole_number("stop_at", stop_at, 0)
+        _check_stop(state_id, stop_at, q_start, prompt_end)
+        chunk_q = whole_number("chunk_q", chunk_q, 0, limit)
+        decode_q = whole_number("decode_q", decode_q, 0, step)
+        kv_cached_end = whole_number("kv_cached_end", kv_cached_end, 0)
+        if seqlen_q is None:
+            seqlen_q = min(chunk_q or limit, prompt_end - q_start) if q_start < prompt_end else decode_q or step
+        seqlen_q = whole_number("seqlen_q", seqlen_q, 0, max(step, limit))
+        whole_number("q_start + seqlen_q", q_start + seqlen_q, 0)
+        if q_start < prompt_end < q_start + seqlen_q:
+            raise ValueError(
+                f"seqlen_q={seqlen_q} from q_start={q_start} reaches past prompt_end={prompt_end} of state_id {state_id}"
+            )
+        ids = self._token_ids(tokens)
+        self._stop_at[state_id] = stop_at
+        self._edits.stage(
+            state_id, Edit.ADMIT, seqlen_q, q_start, prompt_end, swa_valid_start, kv_cached_end, stop_at, chunk_q, decode_q,
+            tokens=ids,
+        )  # fmt: skip
+
+    def set_seqlen_q(self, state_id: int, seqlen_q: int) -> None:
+        """Set the tokens wanted in the state's next step (0 … max_prefill_tokens or tokens per step); never revives it."""
+        state_id = self._state_in_use(state_id)
+        most = max(self.geometry.tokens_per_step, self.max_prefill_tokens)
+        self._edits.stage(state_id, Edit.SET_SEQLEN_Q, whole_number("seqlen_q", seqlen_q, 0, most))
+
+    def set_valid_start(self, state_id: int, swa_valid_start: int) -> None:
+        """Declare ring positions below `swa_valid_start` missing; past q_start it becomes an error of the state at prepare."""
+        state_id = self._state_in_use(state_id)
+        self._edits.stage(state_id, Edit.SET_VALID_START, whole_number("swa_valid_start", swa_valid_start, 0))
+
+    def pause(self, state_id: int) -> None:
+        """LIVE -> PAUSED: no longer prepared; outstanding results still count and seqlen_q stays."""
+        self._edits.stage(self._state_in_use(state_id), Edit.PAUSE)
+
+    def resume(self, state_id: int) -> None:
+        """PAUSED -> LIVE."""
+        self._edits.stage(self._state_in_use(state_id), Edit.RESUME)
+
+    def reset(self, state_id: int, prompt_end: int = 0) -> None:
+        """Start the sequence over: LIVE, PAUSED or ERROR -> LIVE at position 0; results still outstanding are dropped."""
+        state_id = self._state_in_use(state_id)
+        prompt_end = whole_number("prompt_end", prompt_end, 0)
+        _check_stop(state_id, self._stop_at[state_id], 0, prompt_end)
+        self._edits.stage(state_id, Edit.RESET, prompt_end)
+
+    def release(self, state_id: int) -> None:
+        """Give the state back: -> FREE; results still outstanding are dropped."""
+        state_id = self._state_in_use(state_id)
+        self._edits.stage(state_id, Edit.RELEASE)
+        del self._stop_at[state_id]
+
+    # ---- batches and steps ------------------------------------------------------------------------------------------------
+
+    def set_batch(
+        self, state_ids: Iterable[int], batch: int | None = None, max_tokens: int | None = None, slot: int = 0
+    ) -> None:
+        """Set the rows of a slot's decode batch.
+
+        Parameters
+        ----------
+        state_ids : iterable of int
+            The state of each row, -1 for a padding row; no state twice.
+        batch : int, optional
+            B: rows that the batch is padded to with -1. Default: max_batch.
+        max_tokens : int, optional
+            Token budget T of a packed batch, tokens per step … B * tokens per step; rows that do not fit whole wait. Default: all.
+        slot : int
+            Metadata slot.
+
+        Raises
+        ------
+        ValueError, IndexError
+            Too many rows, a duplicate, an id or the budget out of range; nothing is staged.
+        """
+        state = self._slot(slot)
+        rows = self.max_batch if batch is None else whole_number("batch", batch, 0, self.max_batch)
+        ids = [state_id if state_id == -1 else self._state_id(state_id) for state_id in state_ids]
+        if len(ids) > rows:
+            raise ValueError(f"state_ids has {len(ids)} rows, more than batch={rows}")
+        named = [state_id for state_id in ids if state_id != -1]
+        if len(set(named)) != len(named):
+            twice = next(state_id for place, state_id in enumerate(named) if state_id in named[:place])
+            raise ValueError(f"state_ids names state_id {twice} twice")
+        step = self.geometry.tokens_per_step
+        tokens = rows * step
+        if max_tokens is not None:
+            if self.token_layout == "strided":
+                raise ValueError(f"max_tokens={max_tokens} given, but token_layout='strided' has no token budget")
+            tokens = whole_number("max_tokens", max_tokens, min(step, tokens), tokens)
+        padded = np.full(rows, -1, np.int32)
+        padded[: len(ids)] = ids
+        self._edits.stage_batch(slot, padded)
+        state.batch, state.tokens = rows, tokens
+
+    @torch.compiler.disable
+    def prepare(self, slot: int = 0) -> DecodeMetadata:
+        """Flush staged edits, then turn the slot's batch into metadata in one launch; moves no sequence.
+
+        May be captured when no edits are staged; a captured prepare keeps its B and T.
+
+        Returns
+        -------
+        DecodeMetadata
+            Views over the slot's fixed buffers, valid until its next prepare.
+
+        Raises
+        ------
+        ValueError
+            No batch was set for the slot.
+        EditsDuringCaptureError
+            Edits are staged while a CUDA graph is captured.
+        KernelNotReadyError
+            First launch on this device, while capturing: call `warmup` before.
+        """
+        state = self._slot(slot)
+        if state.batch is None:
+            raise ValueError(f"slot={slot} has no batch: call set_batch first")
+        self.flush()
+        metadata = state.buffers.view(state.batch, state.tokens)
+        self.launch_prepare(metadata)
+        if not self._order.capturing():
+            state.buffers.prepared_batch = state.batch
+            self.launched(1)
+        return metadata
+
+    @torch.compiler.disable
+    def commit(
+        self,
+        metadata: DecodeMetadata,
+        num_kept: torch.Tensor,
+        finished: torch.Tensor | None = None,
+        next_tokens: torch.Tensor | None = None,
+    ) -> None:
+        """Move the prepared sequences on by the tokens that were kept; the only thing that moves a sequence, one launch.
+
+        Rows are taken from the metadata's tickets, so a result counts once, however often and in whatever order it arrives. May
+        be captured.
+
+        Parameters
+        ----------
+        metadata : DecodeMetadata
+            What `prepare` returned.
+        num_kept : torch.Tensor
+            int32 [B] on the device: tokens kept of each row's seqlen_q, the bonus token included; 0 for no result. Not read for
+            padding and prefilling rows.
+        finished : torch.Tensor, optional
+            bool [B]: sequences that end here.
+        next_tokens : torch.Tensor, optional
+            int64 [B, tokens per step]: input ids of each row's next step, with carry_tokens.
+
+        Raises
+        ------
+        ValueError
+            Wrong dtype, shape, device or stride, or metadata of another service.
+        MetadataReplacedError
+            The slot was since prepared with another batch size.
+        """
+        if metadata.buffers.table is not self.table:
+            raise ValueError("metadata was prepared by another MetadataService")
+        prepared = metadata.buffers.prepared_batch
+        if prepared is not None and prepared != metadata.batch and not self._order.capturing():
+            raise MetadataReplacedError(
+                f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
+            )
+        self._order.join()
+        torch.ops.zos.commit(
+            self.table.records,
+            self.table.token_ids,
+            metadata.tickets,
+            _as_tensor("num_kept", num_kept),
+            None if finished is None else _as_tensor("finished", finished),
+            None if next_tokens is None else _as_tensor("next_tokens", next_tokens),
+            self._counters,
+            self.geometry.tokens_per_step,
+            self.max_prefill_tokens,
+        )
+        self._order.mark()
+
+    def flush(self) -> None:
+        """Apply what is staged now, in one launch on the current stream; nothing staged, nothing launched.
+
+        Call it before replaying a graph of your own, and `launched` after.
+
+        Raises
+        ------
+        EditsDuringCaptureError
+            Edits are staged while a CUDA graph is captured.
+        """
+        if self._edits and self._order.capturing():
+            raise EditsDuringCaptureError("edits are staged, and a capture would replay them: flush before capturing")
+        self._order.join()
+        if self._edits:
+            self._edits.flush()
+            self._order.mark()
+
+    def launched(self, steps: int) -> None:
+        """Say that a graph with `steps` captured steps was replayed on the current stream, so that ordering counts it."""
+        self.steps_launched += whole_number("steps", steps, 0)
+        self._order.mark()
+
+    # ---- capture --------------------------------------------------------------------------------------------------------------
+
+    def warmup(self) -> None:
+        """Compile, load and launch the kernels once on private padding, so that a capture finds them ready.
+
+        The table, staged edits, live batches, metadata and counters stay untouched.
+        """
+        if self.device.type == "cuda":
+            for kernel in zos.ops.KERNELS:
+                kernel.load(self.device.index)
+        metadata = self.private_metadata(1, self.geometry.tokens_per_step)
+        self.launch_prepare(metadata)
+        self.commit(metadata, torch.zeros(1, dtype=torch.int32, device=self.device))
+        edits = self._new_edits()
+        edits.stage_batch(self.metadata_slots, np.full(1, -1, np.int32))  # the padding batch: what it holds already
+        edits.flush()
+        self._order.mark()
+
+    def private_metadata(self, batch: int, tokens: int) -> DecodeMetadata:
+        """All-padding metadata on buffers of its own, for warm-ups that must not touch a slot's."""
+        return self._new_buffers(-1, batch).view(batch, tokens)
+
+    def slot_metadata(self, slot: int, batch: int, tokens: int) -> DecodeMetadata:
+        """Metadata of a slot as a prepare of that shape returns it, without preparing."""
+        return self._slot(slot).buffers.view(batch, tokens)
+
+    def launch_prepare(self, metadata: DecodeMetadata) -> None:
+        """Launch a prepare into `metadata`, flushing and counting nothing: what a captured step consists of."""
+        self._order.join()
+        m = metadata
+        torch.ops.zos.prepare_v4_decode_metadata(
+            self.table.records,
+            m.state_ids,
+            self.table.token_ids,
+            m.kv_swa_index_offset_len,
+            m.kv_swa_index,
+            m.kv_swa_full_index_pivots,
+            m.swa_len,
+            m.positions,
+            m.input_ids,
+            m.swa_write_slot,
+            m.token_row,
+            m.token_state_id,
+            m.cu_seqlens_q,
+            m.seqlens_q,
+            m.seqlens_k,
+            m.num_tokens,
+            *m.compression_outputs,
+            m.tickets,
+            self._counters,
+            self._compressions,
+            m.buffers.chunk_places,
+            self.geometry.window,
+            self.geometry.ring,
+            self.geometry.tokens_per_step,
+            self.token_layout == "packed",
+        )
+
+    # ---- looking at it ---------------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Wait for the device and raise DeviceStateError, naming every state in error with field, value and rule."""
+        self._order.join()
+        faults = self.table.faults()
+        if faults:
+            raise DeviceStateError(faults)
+
+    def counters(self) -> dict[str, int]:
+        """Results dropped as stale or duplicate, rows deferred, errors recorded: as of now, read without a CUDA call."""
+        return dict(zip(COUNTERS, self._counters_host.tolist(), strict=True))
+
+    # ---- arguments --------------------------------------------------------------------------------------------------------------
+
+    def _new_buffers(self, slot: int, max_batch: int) -> MetadataBuffers:
+        return MetadataBuffers(slot, self._batches[slot, :max_batch], self.table, self.geometry, self.compression)
+
+    def _new_edits(self) -> StagedEdits:
+        return StagedEdits(self.table, self._batches, self.geometry.tokens_per_step, self.max_prefill_tokens)
+
+    def _slot(self, slot: int) -> _Slot:
+        if not 0 <= whole_number("slot", slot, -1) < self.metadata_slots:
+            raise IndexError(f"slot={slot} is outside 0 … {self.metadata_slots - 1}")
+        return self._slots[slot]
+
+    def _state_id(self, state_id: int) -> int:
+        if not 0 <= whole_number("state_id", state_id, -(2**31)) < self.capacity:
+            raise IndexError(f"state_id={state_id} is outside 0 … {self.capacity - 1}")
+        return int(state_id)
+
+    def _state_in_use(self, state_id: int) -> int:
+        if self._state_id(state_id) not in self._stop_at:
+            raise ValueError(f"state_id={state_id} is not in use: admit it first")
+        return int(state_id)
+
+    def _token_ids(self, tokens: Sequence[int] | None) -> list[int] | None:
+        if tokens is None:
+            return None
+        if self.table.token_ids is None:
+            raise ValueError("tokens given, but the table carries no tokens (carry_tokens=False)")
+        if len(tokens) > self.geometry.tokens_per_step:
+            raise ValueError(f"tokens has {len(tokens)} ids, more than tokens per step {self.geometry.tokens_per_step}")
+        return [whole_number("tokens", token, -(2**63), 2**63 - 1) for token in tokens]
+
+
+def _check_stop(state_id: int, stop_at: int, q_start: int, prompt_end: int) -> None:
+    if 0 < stop_at <= q_start:
+        raise ValueError(f"stop_at={stop_at} must exceed q_start={q_start} of state_id {state_id}")
+    if 0 < stop_at < prompt_end:
+        raise ValueError(f"stop_at={stop_at} must not be below prompt_end={prompt_end} of state_id {state_id}")
+
+
+def _compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:
+    rings = tuple(
+        ratio if isinstance(ratio, CompressionRing) else CompressionRing(ratio, tokens_per_step) for ratio in ratios
+    )
+    if len({ring.ratio for ring in rings}) != len(rings):
+        raise ValueError(f"compression_ratios names a ratio twice: {[ring.ratio for ring in rings]}")
+    for ring in rings:
+        if ring.tokens_per_step < tokens_per_step:
+            raise ValueError(
+                f"compression ring of ratio {ring.ratio} is for {ring.tokens_per_step} tokens per step, not {tokens_per_step}"
+            )
+    return rings
+
+
+def _resolve_device(device: str | torch.device) -> torch.device:
+    resolved = torch.device(device)
+    if resolved.type not in ("cpu", "cuda"):
+        raise ValueError(f"device={device} is neither a CPU nor a CUDA device")
+    if resolved.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={device} given, but torch finds no CUDA device")
+        if resolved.index is None:
+            resolved = torch.device("cuda", torch.cuda.current_device())
+    return resolved
+
+
+def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor itself, or torch's view of another library's array (DLPack)."""
+    if isinstance(value, torch.Tensor):
+        return value
+    if not hasattr(value, "__dlpack__"):
+        raise ValueError(f"{name} is a {type(value).__name__}, not a tensor on the device")
+    return torch.from_dlpack(value)

@@ -1,0 +1,42 @@
+"""StreamOrder: keeps a service's launches in call order when the caller changes streams."""
+
+from __future__ import annotations
+
+import torch
+
+
+class StreamOrder:
+    """Orders launches across streams with one event, recorded after every launch; on the CPU there is nothing to order.
+
+    While a capture runs, no event is recorded or awaited: it would become part of the graph.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._last_stream: torch.cuda.Stream | None = None
+        self._last_launch = torch.cuda.Event() if device.type == "cuda" else None
+
+    def capturing(self) -> bool:
+        """Whether the current stream of the device is being captured into a CUDA graph."""
+        if self._device.type != "cuda":
+            return False
+        if torch.cuda.current_device() == self._device.index:
+            return torch.cuda.is_current_stream_capturing()
+        with torch.cuda.device(self._device):
+            return torch.cuda.is_current_stream_capturing()
+
+    def join(self) -> None:
+        """Before a launch: make the current stream wait for the last launch, if that went to another stream."""
+        if self._last_stream is None or self.capturing():
+            return
+        stream = torch.cuda.current_stream(self._device)
+        if stream != self._last_stream:
+            stream.wait_event(self._last_launch)
+
+    def mark(self) -> None:
+        """After a launch: remember it as the last one."""
+        if self._last_launch is None or self.capturing():
+            return
+        stream = torch.cuda.current_stream(self._device)
+        self._last_launch.record(stream)
+        self._last_stream = stream
