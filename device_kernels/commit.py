@@ -27,7 +27,7 @@ def commit(
     num_rows = tickets.shape[0]
     if num_rows == 0:
         return
-    _COMMIT.launch(
+    _COMMIT.bind(
         records.device,
         -(-num_rows // THREADS),
         THREADS,
@@ -42,4 +42,4 @@ def commit(
         num_rows,
         tokens_per_step,
         max_prefill_tokens,
-    )
+    )()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from device_kernels.module import Kernel, divisor, pointer
@@ -33,7 +36,7 @@ def rows_per_block(num_rows: int, tokens_per_step: int, packed: bool) -> int:
     return min(most, fit, max(1, num_rows // FILL_BLOCKS))
 
 
-def prepare_v4_decode_metadata(
+def bind_prepare_v4_decode_metadata(
     records: torch.Tensor,
     state_ids: torch.Tensor,
     token_ids: torch.Tensor | None,
@@ -60,11 +63,11 @@ def prepare_v4_decode_metadata(
     ring: int,
     tokens_per_step: int,
     packed: bool,
-) -> None:
-    """Launch the kernel on checked arguments; shapes and meaning are documented at `zos.ops`."""
+) -> Callable[[], None]:
+    """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them."""
     num_rows = state_ids.shape[0]
     if num_rows == 0:
-        return
+        return lambda: None
     index_address = kv_swa_index.data_ptr()
     rows = rows_per_block(num_rows, tokens_per_step, packed)
     chunked = packed and num_rows > ONE_LAUNCH_ROWS
@@ -104,7 +107,19 @@ def prepare_v4_decode_metadata(
         window * kv_swa_index.element_size() % VECTOR_BYTES == 0 and index_address % VECTOR_BYTES == 0,
         *divisor(ring),
     )
-    if chunked:
-        _SUM_PLACES.launch(records.device, chunk_count(num_rows), ROWS_PER_CHUNK, *values)
     warps = min(MAX_WARPS, rows * tokens_per_step + 1)
-    _PREPARE.launch(records.device, 1 + -(-num_rows // rows), warps * WARP, *values)
+    prepare = _PREPARE.bind(records.device, 1 + -(-num_rows // rows), warps * WARP, *values)
+    if not chunked:
+        return prepare
+    sum_places = _SUM_PLACES.bind(records.device, chunk_count(num_rows), ROWS_PER_CHUNK, *values)
+
+    def sum_then_prepare() -> None:
+        sum_places()
+        prepare()
+
+    return sum_then_prepare
+
+
+def prepare_v4_decode_metadata(*operands: Any) -> None:
+    """Launch the kernel once on the arguments of `bind_prepare_v4_decode_metadata`."""
+    bind_prepare_v4_decode_metadata(*operands)()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -57,25 +58,30 @@ class Kernel:
         self._functions[device_index] = function
         return function
 
-    def launch(self, device: torch.device, blocks: int, threads: int, *values: int | float) -> None:
-        """Launch on torch's current stream of `device`, whatever the current device is.
+    def bind(self, device: torch.device, blocks: int, threads: int, *values: int | float) -> Callable[[], None]:
+        """Pack the parameters once; the returned function launches on torch's current stream of `device`.
+
+        The current device may be any. Launching raises KernelNotReadyError where `load` would, and CuPy's CUDADriverError where
+        the driver refuses the launch.
 
         Raises
         ------
         struct.error
             A value does not fit its declared type.
-        cupy.cuda.driver.CUDADriverError
-            The launch was refused.
         """
         index = device.index
-        function = self._functions.get(index) or self.load(index)
-        parameters = np.frombuffer(self._layout.pack(*values), np.uint8)
-        stream = _cupy_stream(torch.cuda.current_stream(index).cuda_stream, index)
-        if torch.cuda.current_device() == index:
-            function((blocks,), (threads,), (parameters,), stream=stream)
-        else:
-            with torch.cuda.device(index):
-                function((blocks,), (threads,), (parameters,), stream=stream)
+        shape, arguments = ((blocks,), (threads,)), (np.frombuffer(self._layout.pack(*values), np.uint8),)
+
+        def launch() -> None:
+            function = self._functions.get(index) or self.load(index)
+            stream = _cupy_stream(torch.cuda.current_stream(index).cuda_stream, index)
+            if torch.cuda.current_device() == index:
+                function(*shape, arguments, stream=stream)
+            else:
+                with torch.cuda.device(index):
+                    function(*shape, arguments, stream=stream)
+
+        return launch
 
 
 @cache

@@ -26,7 +26,7 @@ def apply_table_edits(
     blocks = -(-num_edits // THREADS) + num_batches
     if blocks == 0:
         return
-    _APPLY.launch(
+    _APPLY.bind(
         records.device,
         blocks,
         THREADS,
@@ -39,4 +39,4 @@ def apply_table_edits(
         num_batches,
         tokens_per_step,
         max_prefill_tokens,
-    )
+    )()

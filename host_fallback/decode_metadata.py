@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit
@@ -22,9 +25,23 @@ _NO_TOKEN_IDS = np.zeros((0, 0), np.int64)
 _NO_INPUT_IDS = np.zeros(0, np.int64)
 
 
-@njit(cache=True)
-def _write_token(place, row, j, state_id, first_place, num_rows, record, token_ids, token_outputs, compressions, window, ring):
-    """Write the outputs of a row's j-th token at its token place."""
+@njit(cache=True, inline="always", error_model="numpy")
+def _count_up(out, begin, count, first):
+    """out[begin … begin+count-1] = first, first+1, …  Unsigned subscripts: a signed one is tested for wrap-around each time."""
+    for k in range(count):
+        out[np.uint64(begin + k)] = np.int32(first + k)
+
+
+@njit(cache=True, inline="always", error_model="numpy")
+def _fill(out, begin, end, value):
+    """out[begin … end-1] = value."""
+    for k in range(begin, end):
+        out[np.uint64(k)] = value
+
+
+@njit(cache=True, inline="always", error_model="numpy")
+def _write_row(row, state_id, places, first_place, num_rows, record, token_ids, token_outputs, compressions, window, ring):
+    """Write the outputs of a live row's tokens at its token places."""
     (
         kv_swa_index_offset_len,
         kv_swa_index,
@@ -38,43 +55,43 @@ def _write_token(place, row, j, state_id, first_place, num_rows, record, token_i
         compression_write_slot,
         compression_index,
     ) = token_outputs
-    q_start, prompt_end, valid_start, kv_cached_end = record[2], record[3], record[4], record[5]
-    position = np.int64(q_start) + j
-    begin = window_begin(position, window, valid_start)
-    length = position - begin + 1
-    first_slot = np.int64(state_id) * ring
-    slot = ring_slot(begin, ring)
+    q_start, prompt_end = np.int64(record[2]), np.int64(record[3])
+    valid_start, kv_cached_end = np.int64(record[4]), np.int64(record[5])
+    first_slot = state_id * ring
+    for j in range(places):
+        position = q_start + j
+        begin = window_begin(position, window, valid_start)
+        length = position - begin + 1
+        slot = ring_slot(begin, ring)
+        history, chunk = history_start(begin, q_start, window), chunk_start(begin, q_start)
+        place = np.uint64(first_place + j)
 
-    kv_swa_index_offset_len[place, 0] = first_slot + slot
-    kv_swa_index_offset_len[place, 1] = length
-    before_wrap = min(length, ring - slot)
-    index = kv_swa_index[place]
-    for k in range(before_wrap):
-        index[k] = first_slot + slot + k
-    for k in range(before_wrap, length):
-        index[k] = first_slot + k - before_wrap
-    index[length:] = -1
+        at, before_wrap = (first_place + j) * window, min(length, ring - slot)
+        _count_up(kv_swa_index, at, before_wrap, first_slot + slot)
+        _count_up(kv_swa_index, at + before_wrap, length - before_wrap, first_slot)
+        _fill(kv_swa_index, at + length, at + window, -1)
 
-    history, chunk = history_start(begin, q_start, window), chunk_start(begin, q_start)
-    kv_swa_full_index_pivots[place, 0] = row * window + history
-    kv_swa_full_index_pivots[place, 1] = window - history
-    kv_swa_full_index_pivots[place, 2] = num_rows * window + first_place + chunk
-    kv_swa_full_index_pivots[place, 3] = j - chunk + 1
-    swa_len[place] = length
-    positions[place] = position
-    if input_ids.size > 0:
-        input_ids[place] = token_ids[state_id, j] if q_start >= prompt_end else 0
-    swa_write_slot[place] = first_slot + ring_slot(position, ring)
-    token_row[place] = row
-    token_state_id[place] = state_id
-    for c in range(compressions.shape[0]):
-        ratio, entries = np.int64(compressions[c, 0]), np.int64(compressions[c, 3])
-        compression_write_slot[c, place] = np.int64(state_id) * entries + position % entries
-        compression_index[c, place] = compressed_index(position, ratio, kv_cached_end)
+        kv_swa_index_offset_len[place, 0] = first_slot + slot
+        kv_swa_index_offset_len[place, 1] = length
+        kv_swa_full_index_pivots[place, 0] = row * window + history
+        kv_swa_full_index_pivots[place, 1] = window - history
+        kv_swa_full_index_pivots[place, 2] = num_rows * window + first_place + chunk
+        kv_swa_full_index_pivots[place, 3] = j - chunk + 1
+        swa_len[place] = length
+        positions[place] = position
+        if input_ids.size > 0:
+            input_ids[place] = token_ids[state_id, j] if q_start >= prompt_end else 0
+        swa_write_slot[place] = first_slot + ring_slot(position, ring)
+        token_row[place] = row
+        token_state_id[place] = state_id
+        for c in range(compressions.shape[0]):
+            ratio, entries = np.int64(compressions[c, 0]), np.int64(compressions[c, 3])
+            compression_write_slot[c, place] = state_id * entries + ring_slot(position, entries)
+            compression_index[c, place] = compressed_index(position, ratio, kv_cached_end)
 
 
-@njit(cache=True)
-def _pad_tokens(begin, end, token_outputs):
+@njit(cache=True, inline="always", error_model="numpy")
+def _pad_tokens(begin, end, token_outputs, window):
     """Write PAD at token places begin … end-1."""
     (
         kv_swa_index_offset_len,
@@ -89,20 +106,22 @@ def _pad_tokens(begin, end, token_outputs):
         compression_write_slot,
         compression_index,
     ) = token_outputs
-    kv_swa_index_offset_len[begin:end] = 0
-    kv_swa_index[begin:end] = -1
-    kv_swa_full_index_pivots[begin:end] = 0
-    swa_len[begin:end] = 0
-    positions[begin:end] = 0
-    input_ids[begin:end] = 0
-    swa_write_slot[begin:end] = -1
-    token_row[begin:end] = -1
-    token_state_id[begin:end] = -1
-    compression_write_slot[:, begin:end] = -1
-    compression_index[:, begin:end] = -1
+    for place in range(np.uint64(begin), np.uint64(max(begin, end))):
+        at = np.int64(place) * window
+        _fill(kv_swa_index, at, at + window, -1)
+        kv_swa_index_offset_len[place, 0] = kv_swa_index_offset_len[place, 1] = 0
+        kv_swa_full_index_pivots[place, 0] = kv_swa_full_index_pivots[place, 1] = 0
+        kv_swa_full_index_pivots[place, 2] = kv_swa_full_index_pivots[place, 3] = 0
+        swa_len[place] = 0
+        positions[place] = 0
+        if input_ids.size > 0:
+            input_ids[place] = 0
+        swa_write_slot[place] = token_row[place] = token_state_id[place] = -1
+        for c in range(compression_index.shape[0]):
+            compression_write_slot[c, place] = compression_index[c, place] = -1
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _prepare(
     records,
     state_ids,
@@ -147,28 +166,28 @@ def _prepare(
         if live:
             seqlens_k[row] = record[2] + length
             tickets[row, 0], tickets[row, 1], tickets[row, 2], tickets[row, 3] = state_id, record[6], record[2], length
-            for j in range(length):
-                _write_token(
-                    first_place + j, row, j, state_id, first_place, num_rows, record, token_ids, token_outputs,
-                    compressions, window, ring,
-                )  # fmt: skip
+            _write_row(
+                row, np.int64(state_id), length, first_place, num_rows, record, token_ids, token_outputs, compressions, window,
+                ring,
+            )  # fmt: skip
         else:
             seqlens_k[row] = 0
             tickets[row, 0], tickets[row, 1], tickets[row, 2], tickets[row, 3] = -1, 0, 0, 0
         taken = places if packed else tokens_per_step
         if length < taken:
-            _pad_tokens(min(first_place + length, num_places), min(first_place + taken, num_places), token_outputs)
+            end = min(first_place + taken, num_places)
+            _pad_tokens(min(first_place + length, num_places), end, token_outputs, window)
         live_tokens += length
         prefix += places
     if packed:
-        _pad_tokens(min(prefix, num_places), num_places, token_outputs)
+        _pad_tokens(min(prefix, num_places), num_places, token_outputs, window)
         cu_seqlens_q[num_rows] = min(prefix, num_places)
     else:
         cu_seqlens_q[num_rows] = num_rows * tokens_per_step
     num_tokens[0] = live_tokens
 
 
-def prepare_v4_decode_metadata(
+def bind_prepare_v4_decode_metadata(
     records: torch.Tensor,
     state_ids: torch.Tensor,
     token_ids: torch.Tensor | None,
@@ -195,11 +214,11 @@ def prepare_v4_decode_metadata(
     ring: int,
     tokens_per_step: int,
     packed: bool,
-) -> None:
-    """Compute the metadata of a step on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
+) -> Callable[[], None]:
+    """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result computes a step's metadata."""
     token_outputs = (
         kv_swa_index_offset_len.numpy(),
-        kv_swa_index.numpy(),
+        kv_swa_index.numpy().reshape(-1),
         kv_swa_full_index_pivots.numpy(),
         swa_len.numpy(),
         positions.numpy(),
@@ -210,7 +229,7 @@ def prepare_v4_decode_metadata(
         compression_write_slot.numpy(),
         compression_index.numpy(),
     )
-    _prepare(
+    arguments = (
         records.numpy(),
         state_ids.numpy(),
         _NO_TOKEN_IDS if token_ids is None else token_ids.numpy(),
@@ -227,3 +246,9 @@ def prepare_v4_decode_metadata(
         tokens_per_step,
         packed,
     )
+    return lambda: _prepare(*arguments)
+
+
+def prepare_v4_decode_metadata(*operands: Any) -> None:
+    """Compute once, on the arguments of `bind_prepare_v4_decode_metadata`."""
+    bind_prepare_v4_decode_metadata(*operands)()

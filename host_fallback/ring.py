@@ -1,10 +1,12 @@
 """The arithmetic of the ring and of a batch row: the Numba twins of device_kernels/ring.cuh, function by function.
 
 Every size (window, ring, tokens_per_step) is an argument: a module-level constant would be frozen into Numba's disk cache.
+`error_model="numpy"`: sizes are checked before a launch, so no division needs its test for zero (it costs a third of the time).
 """
 
 from __future__ import annotations
 
+import numpy as np
 from numba import njit
 
 INT32_LARGEST = 2**31 - 1
@@ -24,45 +26,45 @@ FREE, LIVE, FINISHED, ERROR, PAUSED = range(5)
 ) = range(9)
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, inline="always", error_model="numpy")
 def window_begin(position, window, valid_start):
     """First position (inclusive) that the query at `position` sees."""
     return max(position - window + 1, valid_start, 0)
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, inline="always", error_model="numpy")
 def ring_slot(position, ring):
     """Slot (0 … ring-1) of a position within its sequence's ring."""
-    return position % ring
+    return np.int64(np.uint32(position) % np.uint32(ring))  # a signed 64-bit modulo takes several times as long
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, inline="always", error_model="numpy")
 def history_start(begin, q_start, window):
     """First visible row (0 … window) of the history rows, which hold positions q_start-window … q_start-1."""
     return window - (q_start - min(begin, q_start))
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, inline="always", error_model="numpy")
 def chunk_start(begin, q_start):
     """First visible token (0-based, of this step's new tokens) of a query whose window begins at `begin`."""
     return max(begin - q_start, 0)
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, inline="always", error_model="numpy")
 def compressed_index(position, ratio, kv_cached_end):
     """Index of the pooled entry that `position` completes, or -1 when it completes none or the entry is cached."""
-    if (position + 1) % ratio == 0 and position >= kv_cached_end:
-        return position // ratio
-    return -1
+    if ring_slot(position + 1, ratio) == 0 and position >= kv_cached_end:
+        return np.int64(np.uint32(position) // np.uint32(ratio))
+    return np.int64(-1)
 
 
-@njit(cache=True, inline="always")
+@njit(cache=True, inline="always", error_model="numpy")
 def row_places(phase, seqlen_q, limit):
     """Token places that a row takes in a packed batch; `limit` is the most a row may have in this kind of batch."""
     return seqlen_q if phase == LIVE and 0 < seqlen_q <= limit else 0
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def row_error(phase, seqlen_q, q_start, prompt_end, valid_start, limit):
     """ErrorCode of a row (DESIGN, "prepare": rules 1 to 3), NO_ERROR for sound and for padding rows."""
     if phase != LIVE or seqlen_q == 0:
@@ -85,7 +87,7 @@ def row_error(phase, seqlen_q, q_start, prompt_end, valid_start, limit):
     return NO_ERROR
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def row_error_value(error, seqlen_q, q_start, valid_start):
     """Return the offending value that goes with an error of `row_error`."""
     if error == SEQLEN_Q_RANGE or error == CHUNK_PAST_PROMPT_END:
@@ -95,7 +97,7 @@ def row_error_value(error, seqlen_q, q_start, valid_start):
     return q_start
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def kept_error(num_kept, q, tokens_per_step):
     """ErrorCode of a result for a row of q tokens that is not prefilling; a long chunk is kept whole or not at all."""
     if q > tokens_per_step:
@@ -103,13 +105,13 @@ def kept_error(num_kept, q, tokens_per_step):
     return NUM_KEPT_RANGE if num_kept < 0 or num_kept > q else NO_ERROR
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def kept_before_stop(kept, q_start, stop_at):
     """`kept`, cut so that q_start never passes stop_at (0: no stop)."""
     return max(0, min(kept, stop_at - q_start)) if stop_at > 0 else kept
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def next_seqlen_q(q_start, prompt_end, chunk_q, decode_q, tokens_per_step, max_prefill_tokens):
     """seqlen_q of the step that starts at q_start: the next chunk while prefilling, then decode steps."""
     if q_start < prompt_end:

@@ -14,7 +14,7 @@ ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START = range(7)
 _NO_TOKENS = np.zeros((0, 0), np.int64)
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _apply_edit(record, tokens, edit, words, tokens_per_step, max_prefill_tokens):
     """Apply one edit to its state's record and, where it sets them, to the tokens of its next step."""
     kind, value = edit[1], edit[2]
@@ -48,7 +48,7 @@ def _apply_edit(record, tokens, edit, words, tokens_per_step, max_prefill_tokens
         record[4] = value
 
 
-@njit(cache=True)
+@njit(cache=True, error_model="numpy")
 def _apply(records, token_ids, batches, edits, words, num_edits, num_batches, tokens_per_step, max_prefill_tokens):
     nobody = np.zeros(0, np.int64)
     for i in range(num_edits):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from device_kernels.decode_metadata import chunk_count
 from device_kernels.module import divisor
 from zos.geometry import CompressionRing, RingGeometry
+from zos.ops import bind_prepare_v4_decode_metadata
 from zos.table import SequenceTable
 
 VIEWS_KEPT = 64  # (batch, tokens) shapes whose views a slot keeps; a loop's buckets are fewer
@@ -45,7 +46,7 @@ class DecodeMetadata:
     compression_index: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: entry that the token completes, or -1 [-1]
     tickets: torch.Tensor  # int32 [B, 4]: (state_id, generation, q_start, seqlen_q) [-1, 0, 0, 0]; commit reads these
     buffers: MetadataBuffers = field(repr=False)
-    compression_outputs: tuple[torch.Tensor, torch.Tensor] = field(repr=False)  # int64 [ratios, T] each, ratio by ratio
+    launch_prepare: Callable[[], None] = field(repr=False)  # the operator, bound to these views: no check, no packing per step
 
 
 class MetadataBuffers:
@@ -59,10 +60,14 @@ class MetadataBuffers:
         int32 [max_batch]: the slot's batch.
     table : SequenceTable
         The records that the batch names.
+    counters : torch.Tensor
+        int64 [4]: stale, duplicate, deferred, errors.
     geometry : RingGeometry
-        Window and tokens per step.
+        Window, ring and tokens per step.
     compression : tuple of CompressionRing
         Compression rings whose outputs are wanted.
+    packed : bool
+        The token layout.
     """
 
     def __init__(
@@ -70,8 +75,10 @@ class MetadataBuffers:
         slot: int,
         state_ids: torch.Tensor,
         table: SequenceTable,
+        counters: torch.Tensor,
         geometry: RingGeometry,
         compression: tuple[CompressionRing, ...],
+        packed: bool,
     ) -> None:
         max_batch, device = state_ids.shape[0], state_ids.device
 
@@ -81,7 +88,10 @@ class MetadataBuffers:
         self.slot = slot
         self.table = table
         self._state_ids = state_ids
-        self.ratios = tuple(ring.ratio for ring in compression)
+        self._counters = counters
+        self._geometry = geometry
+        self._packed = packed
+        self._ratios = tuple(ring.ratio for ring in compression)
         self.prepared_batch: int | None = None  # B of the last eager prepare: whose tickets the buffers hold
         places = max_batch * geometry.tokens_per_step
         self._tokens = {  # by token place
@@ -105,7 +115,8 @@ class MetadataBuffers:
         self._no_tokens = zeros(1)  # num_tokens of an empty batch, for which nothing is launched
         self._compression_write_slot = zeros(len(compression), places, dtype=torch.int64)
         self._compression_index = zeros(len(compression), places, dtype=torch.int64)
-        self.chunk_places = zeros(chunk_count(max_batch))
+        self._compressions = compression_table(compression, device)
+        self._chunk_places = zeros(chunk_count(max_batch))
         self._views: OrderedDict[tuple[int, int], DecodeMetadata] = OrderedDict()
 
     def view(self, batch: int, tokens: int) -> DecodeMetadata:
@@ -118,21 +129,42 @@ class MetadataBuffers:
         return self._views[key]
 
     def _make_view(self, batch: int, tokens: int) -> DecodeMetadata:
+        state_ids = self._state_ids[:batch]
+        by_token = {name: buffer[:tokens] for name, buffer in self._tokens.items()}
+        by_row = {name: buffer[:batch] for name, buffer in self._rows.items()}
+        by_row["cu_seqlens_q"] = self._cu_seqlens_q[: batch + 1]
+        by_row["num_tokens"] = self._num_tokens if batch > 0 else self._no_tokens
+        input_ids = None if self._input_ids is None else self._input_ids[:tokens]
         write_slot, index = self._compression_write_slot[:, :tokens], self._compression_index[:, :tokens]
+        launch = bind_prepare_v4_decode_metadata(
+            records=self.table.records,
+            state_ids=state_ids,
+            token_ids=self.table.token_ids,
+            **by_token,
+            input_ids=input_ids,
+            **by_row,
+            compression_write_slot=write_slot,
+            compression_index=index,
+            counters=self._counters,
+            compressions=self._compressions,
+            chunk_places=self._chunk_places,
+            window=self._geometry.window,
+            ring=self._geometry.ring,
+            tokens_per_step=self._geometry.tokens_per_step,
+            packed=self._packed,
+        )
         return DecodeMetadata(
             slot=self.slot,
             batch=batch,
             tokens=tokens,
-            state_ids=self._state_ids[:batch],
-            **{name: buffer[:tokens] for name, buffer in self._tokens.items()},
-            input_ids=None if self._input_ids is None else self._input_ids[:tokens],
-            **{name: buffer[:batch] for name, buffer in self._rows.items()},
-            cu_seqlens_q=self._cu_seqlens_q[: batch + 1],
-            num_tokens=self._num_tokens if batch > 0 else self._no_tokens,
-            compression_write_slot=dict(zip(self.ratios, write_slot, strict=True)),
-            compression_index=dict(zip(self.ratios, index, strict=True)),
+            state_ids=state_ids,
+            **by_token,
+            input_ids=input_ids,
+            **by_row,
+            compression_write_slot=dict(zip(self._ratios, write_slot, strict=True)),
+            compression_index=dict(zip(self._ratios, index, strict=True)),
             buffers=self,
-            compression_outputs=(write_slot, index),
+            launch_prepare=launch,
         )
 
 

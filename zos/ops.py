@@ -202,6 +202,17 @@ def check_apply_table_edits(
         raise ValueError(f"edits holds {edits.numel()} words, too few for {num_edits} + {num_batches} edits")
 
 
+def bind_prepare_v4_decode_metadata(**operands: Any) -> Callable[[], None]:
+    """Check the arguments of prepare_v4_decode_metadata once and bind the operator to them; the result launches it.
+
+    For arguments whose addresses stay, as a metadata slot's do: a launch then costs neither checks nor packing.
+    """
+    check_prepare_v4_decode_metadata(**operands)
+    on_cuda = operands["records"].device.type == "cuda"
+    package = device_kernels.decode_metadata if on_cuda else host_fallback.decode_metadata
+    return package.bind_prepare_v4_decode_metadata(**operands)
+
+
 def _define(
     schema: str, check: Callable[..., None], host: Callable[..., None], device: Callable[..., None]
 ) -> None:

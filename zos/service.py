@@ -12,7 +12,7 @@ from zos.edits import Edit, StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry, whole_number
 from zos.mapped import shared_zeros
-from zos.metadata import DecodeMetadata, MetadataBuffers, compression_table
+from zos.metadata import DecodeMetadata, MetadataBuffers
 from zos.streams import StreamOrder
 from zos.table import SequenceTable
 
@@ -101,9 +101,8 @@ class MetadataService:
         # int32 [slots + 1, max_batch]: state ids by row; the last is all padding, for warm-ups
         self._batches = torch.full((self.metadata_slots + 1, self.max_batch), -1, dtype=torch.int32, device=self.device)
         self._edits = self._new_edits()
-        self._slots = [_Slot(self._new_buffers(slot, self.max_batch)) for slot in range(self.metadata_slots)]
-        self._compressions = compression_table(self.compression, self.device)
         self._counters_host, self._counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
+        self._slots = [_Slot(self._new_buffers(slot, self.max_batch)) for slot in range(self.metadata_slots)]
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
         self._order = StreamOrder(self.device)
 
@@ -390,34 +389,7 @@ class MetadataService:
     def launch_prepare(self, metadata: DecodeMetadata) -> None:
         """Launch a prepare into `metadata`, flushing and counting nothing: what a captured step consists of."""
         self._order.join()
-        m = metadata
-        torch.ops.zos.prepare_v4_decode_metadata(
-            self.table.records,
-            m.state_ids,
-            self.table.token_ids,
-            m.kv_swa_index_offset_len,
-            m.kv_swa_index,
-            m.kv_swa_full_index_pivots,
-            m.swa_len,
-            m.positions,
-            m.input_ids,
-            m.swa_write_slot,
-            m.token_row,
-            m.token_state_id,
-            m.cu_seqlens_q,
-            m.seqlens_q,
-            m.seqlens_k,
-            m.num_tokens,
-            *m.compression_outputs,
-            m.tickets,
-            self._counters,
-            self._compressions,
-            m.buffers.chunk_places,
-            self.geometry.window,
-            self.geometry.ring,
-            self.geometry.tokens_per_step,
-            self.token_layout == "packed",
-        )
+        metadata.launch_prepare()
 
     # ---- looking at it ---------------------------------------------------------------------------------------------------------
 
@@ -435,7 +407,15 @@ class MetadataService:
     # ---- arguments --------------------------------------------------------------------------------------------------------------
 
     def _new_buffers(self, slot: int, max_batch: int) -> MetadataBuffers:
-        return MetadataBuffers(slot, self._batches[slot, :max_batch], self.table, self.geometry, self.compression)
+        return MetadataBuffers(
+            slot,
+            self._batches[slot, :max_batch],
+            self.table,
+            self._counters,
+            self.geometry,
+            self.compression,
+            self.token_layout == "packed",
+        )
 
     def _new_edits(self) -> StagedEdits:
         return StagedEdits(self.table, self._batches, self.geometry.tokens_per_step, self.max_prefill_tokens)
