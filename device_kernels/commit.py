@@ -30,7 +30,7 @@ def commit(
     _COMMIT.bind(
         records.device,
         -(-num_rows // THREADS),
-        THREADS,
+        (THREADS, 1),
         records.data_ptr(),
         pointer(token_ids),
         tickets.data_ptr(),

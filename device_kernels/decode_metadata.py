@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -11,16 +11,14 @@ from device_kernels.module import Kernel, divisor, pointer
 
 WARP = 32
 MAX_WARPS = 32
+MAX_COMPRESSIONS = 16
 VECTOR_BYTES = 16
 ROWS_PER_CHUNK = 256  # rows summed by one block of sum_row_places
 ONE_LAUNCH_ROWS = 1024  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
-FILL_BLOCKS = 128  # blocks worth having before a block takes a second row; about one per multiprocessor
-PACKED_ROWS_PER_BLOCK = 5  # at most: fewer blocks sum the batch; 5 rows of 6 tokens fill a block's 32 warps
-STRIDED_ROWS_PER_BLOCK = 1
 
-_LAYOUT = "22P" + "q" + "10i" + "iIi"
-_PREPARE = Kernel("decode_metadata", "prepare_v4_decode_metadata", _LAYOUT)
-_SUM_PLACES = Kernel("decode_metadata", "sum_row_places", _LAYOUT)
+LAYOUT = "21P" + "q" + "9i" + "iIi" * (1 + 2 * MAX_COMPRESSIONS)
+_PREPARE = Kernel("decode_metadata", "prepare_v4_decode_metadata", LAYOUT)
+_SUM_PLACES = Kernel("decode_metadata", "sum_row_places", LAYOUT)
 KERNELS = (_PREPARE, _SUM_PLACES)
 
 
@@ -29,11 +27,17 @@ def chunk_count(num_rows: int) -> int:
     return -(-num_rows // ROWS_PER_CHUNK)
 
 
-def rows_per_block(num_rows: int, tokens_per_step: int, packed: bool) -> int:
-    """Rows that one block writes: one warp a token and one for the scalars, as many rows as keep the device busy."""
-    most = PACKED_ROWS_PER_BLOCK if packed else STRIDED_ROWS_PER_BLOCK
-    fit = max(1, (MAX_WARPS - 1) // tokens_per_step)
-    return min(most, fit, max(1, num_rows // FILL_BLOCKS))
+class Grid(NamedTuple):
+    """How a launch is laid out: blocks of `rows` batch rows with `warps` warps each."""
+
+    rows: int
+    warps: int
+
+
+def choose_grid(num_rows: int, tokens_per_step: int, packed: bool) -> Grid:
+    """Layout for a batch: many warps a row while the device is not full, one warp a row when it is."""
+    wide = min(tokens_per_step + 1, MAX_WARPS)  # a warp for each token's indices, and one for the scalars
+    return Grid(1, wide)
 
 
 def bind_prepare_v4_decode_metadata(
@@ -57,20 +61,31 @@ def bind_prepare_v4_decode_metadata(
     compression_index: torch.Tensor,
     tickets: torch.Tensor,
     counters: torch.Tensor,
-    compressions: torch.Tensor,
     chunk_places: torch.Tensor,
+    compression_ratios: Sequence[int],
+    compression_entries: Sequence[int],
     window: int,
     ring: int,
     tokens_per_step: int,
     packed: bool,
+    kernel: Kernel = _PREPARE,
 ) -> Callable[[], None]:
-    """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them."""
+    """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them.
+
+    `kernel`: what to launch on them; floor.py times other kernels on the same arguments and grid.
+    """
     num_rows = state_ids.shape[0]
     if num_rows == 0:
         return lambda: None
-    index_address = kv_swa_index.data_ptr()
-    rows = rows_per_block(num_rows, tokens_per_step, packed)
+    grid = choose_grid(num_rows, tokens_per_step, packed)
+    compressions = [
+        member
+        for ring_sizes in zip(compression_ratios, compression_entries, strict=True)
+        for size in ring_sizes
+        for member in divisor(size)
+    ]
     chunked = packed and num_rows > ONE_LAUNCH_ROWS
+    index_address = kv_swa_index.data_ptr()
     values = (
         records.data_ptr(),
         state_ids.data_ptr(),
@@ -92,7 +107,6 @@ def bind_prepare_v4_decode_metadata(
         compression_index.data_ptr(),
         tickets.data_ptr(),
         counters.data_ptr(),
-        compressions.data_ptr(),
         chunk_places.data_ptr(),
         compression_write_slot.stride(0),
         records.shape[0],
@@ -100,18 +114,19 @@ def bind_prepare_v4_decode_metadata(
         positions.shape[0],
         window,
         tokens_per_step,
-        compressions.shape[0],
-        rows,
+        len(compression_ratios),
         ROWS_PER_CHUNK if chunked else 0,
         packed,
         window * kv_swa_index.element_size() % VECTOR_BYTES == 0 and index_address % VECTOR_BYTES == 0,
         *divisor(ring),
+        *compressions,
+        *(0,) * (6 * MAX_COMPRESSIONS - len(compressions)),
     )
-    warps = min(MAX_WARPS, rows * tokens_per_step + 1)
-    prepare = _PREPARE.bind(records.device, 1 + -(-num_rows // rows), warps * WARP, *values)
+    blocks = 1 + -(-num_rows // grid.rows)  # block 0 sums the batch up
+    prepare = kernel.bind(records.device, blocks, (grid.warps * WARP, grid.rows), *values)
     if not chunked:
         return prepare
-    sum_places = _SUM_PLACES.bind(records.device, chunk_count(num_rows), ROWS_PER_CHUNK, *values)
+    sum_places = _SUM_PLACES.bind(records.device, chunk_count(num_rows), (ROWS_PER_CHUNK, 1), *values)
 
     def sum_then_prepare() -> None:
         sum_places()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Callable
 from functools import cache
@@ -20,10 +21,17 @@ class KernelNotReadyError(RuntimeError):
 
 @cache
 def kernel_source(stem: str) -> str:
-    """CUDA C++ of `<stem>.cu` with ring.cuh inlined: CuPy's disk cache keys on the source, not on included files."""
-    folder = resources.files(__package__)
-    arithmetic = (folder / "ring.cuh").read_text(encoding="utf-8").replace("#pragma once\n", "")
-    return (folder / f"{stem}.cu").read_text(encoding="utf-8").replace('#include "ring.cuh"\n', arithmetic)
+    """CUDA C++ of `<stem>.cu` with its headers inlined: CuPy's disk cache keys on the source, not on included files."""
+    return _inlined(f"{stem}.cu", set())
+
+
+def _inlined(name: str, seen: set[str]) -> str:
+    """Text of a source file; `#include "x.cuh"` lines give way to x.cuh, once."""
+    if name in seen:
+        return ""
+    seen.add(name)
+    text = (resources.files(__package__) / name).read_text(encoding="utf-8").replace("#pragma once\n", "")
+    return re.sub(r'#include "(\w+\.cuh)"\n', lambda include: _inlined(include[1], seen), text)
 
 
 class Kernel:
@@ -58,7 +66,9 @@ class Kernel:
         self._functions[device_index] = function
         return function
 
-    def bind(self, device: torch.device, blocks: int, threads: int, *values: int | float) -> Callable[[], None]:
+    def bind(
+        self, device: torch.device, blocks: int, threads: tuple[int, int], *values: int | float
+    ) -> Callable[[], None]:
         """Pack the parameters once; the returned function launches on torch's current stream of `device`.
 
         The current device may be any. Launching raises KernelNotReadyError where `load` would, and CuPy's CUDADriverError where
@@ -70,7 +80,9 @@ class Kernel:
             A value does not fit its declared type.
         """
         index = device.index
-        shape, arguments = ((blocks,), (threads,)), (np.frombuffer(self._layout.pack(*values), np.uint8),)
+        # One element of a void type is how CuPy passes a struct by value.
+        parameters = np.frombuffer(self._layout.pack(*values), np.dtype((np.void, self._layout.size)))
+        shape, arguments = ((blocks,), threads), (parameters,)
 
         def launch() -> None:
             function = self._functions.get(index) or self.load(index)

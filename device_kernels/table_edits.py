@@ -29,7 +29,7 @@ def apply_table_edits(
     _APPLY.bind(
         records.device,
         blocks,
-        THREADS,
+        (THREADS, 1),
         records.data_ptr(),
         pointer(token_ids),
         batches.data_ptr(),

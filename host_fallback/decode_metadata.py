@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -84,8 +84,8 @@ def _write_row(row, state_id, places, first_place, num_rows, record, token_ids, 
         swa_write_slot[place] = first_slot + ring_slot(position, ring)
         token_row[place] = row
         token_state_id[place] = state_id
-        for c in range(compressions.shape[0]):
-            ratio, entries = np.int64(compressions[c, 0]), np.int64(compressions[c, 3])
+        for c in range(compressions.shape[1]):
+            ratio, entries = compressions[0, c], compressions[1, c]
             compression_write_slot[c, place] = state_id * entries + ring_slot(position, entries)
             compression_index[c, place] = compressed_index(position, ratio, kv_cached_end)
 
@@ -208,8 +208,9 @@ def bind_prepare_v4_decode_metadata(
     compression_index: torch.Tensor,
     tickets: torch.Tensor,
     counters: torch.Tensor,
-    compressions: torch.Tensor,
     chunk_places: torch.Tensor,
+    compression_ratios: Sequence[int],
+    compression_entries: Sequence[int],
     window: int,
     ring: int,
     tokens_per_step: int,
@@ -240,7 +241,7 @@ def bind_prepare_v4_decode_metadata(
         num_tokens.numpy(),
         tickets.numpy(),
         counters.numpy(),
-        compressions.numpy(),
+        np.array([compression_ratios, compression_entries], np.int64).reshape(2, -1),
         window,
         ring,
         tokens_per_step,

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 import torch
 
 from device_kernels.decode_metadata import chunk_count
-from device_kernels.module import divisor
 from zos.geometry import CompressionRing, RingGeometry
 from zos.ops import bind_prepare_v4_decode_metadata
 from zos.table import SequenceTable
@@ -92,6 +91,7 @@ class MetadataBuffers:
         self._geometry = geometry
         self._packed = packed
         self._ratios = tuple(ring.ratio for ring in compression)
+        self._entries = tuple(ring.entries for ring in compression)
         self.prepared_batch: int | None = None  # B of the last eager prepare: whose tickets the buffers hold
         places = max_batch * geometry.tokens_per_step
         self._tokens = {  # by token place
@@ -115,7 +115,6 @@ class MetadataBuffers:
         self._no_tokens = zeros(1)  # num_tokens of an empty batch, for which nothing is launched
         self._compression_write_slot = zeros(len(compression), places, dtype=torch.int64)
         self._compression_index = zeros(len(compression), places, dtype=torch.int64)
-        self._compressions = compression_table(compression, device)
         self._chunk_places = zeros(chunk_count(max_batch))
         self._views: OrderedDict[tuple[int, int], DecodeMetadata] = OrderedDict()
 
@@ -146,8 +145,9 @@ class MetadataBuffers:
             compression_write_slot=write_slot,
             compression_index=index,
             counters=self._counters,
-            compressions=self._compressions,
             chunk_places=self._chunk_places,
+            compression_ratios=self._ratios,
+            compression_entries=self._entries,
             window=self._geometry.window,
             ring=self._geometry.ring,
             tokens_per_step=self._geometry.tokens_per_step,
@@ -167,10 +167,3 @@ class MetadataBuffers:
             launch_prepare=launch,
         )
 
-
-def compression_table(compression: tuple[CompressionRing, ...], device: torch.device) -> torch.Tensor:
-    """Return the operators' int32 [ratios, 8]: each ring's ratio and entries as ring.cuh `Divisor`s (value, multiplier, shift)."""
-    table = torch.zeros(len(compression), 8, dtype=torch.int64)
-    for row, ring in zip(table, compression, strict=True):
-        row[:6] = torch.tensor([*divisor(ring.ratio), *divisor(ring.entries)])
-    return torch.where(table >= 2**31, table - 2**32, table).to(torch.int32).to(device)  # multipliers keep their bits

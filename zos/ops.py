@@ -7,8 +7,8 @@ A dimension in the tables below: B rows, T token places, W window, Q tokens per 
 prepare_v4_decode_metadata
     records int32 [S, 16] (columns error and error_value are written), state_ids int32 [B], token_ids int64 [S, Q] or None; then the
     outputs of `zos.DecodeMetadata` by name; compression_write_slot and compression_index int64 [N, T] (rows may be strided);
-    tickets int32 [B, 4]; counters int64 [4] (stale, duplicate, deferred, errors), added to; compressions int32 [N, 8]
-    (`zos.metadata.compression_table`); chunk_places int32 [ceil(B / 256) or more], workspace; window, ring, tokens_per_step, packed.
+    tickets int32 [B, 4]; counters int64 [4] (stale, duplicate, deferred, errors), added to; chunk_places
+    int32 [ceil(B / 256) or more], workspace; the N rings' ratios and entries; window, ring, tokens_per_step, packed.
 commit
     records, token_ids, tickets, num_kept int32 [B], finished bool [B] or None, next_tokens int64 [B, Q] or None, counters,
     tokens_per_step, max_prefill_tokens.
@@ -19,7 +19,7 @@ apply_table_edits
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ import device_kernels.table_edits
 import host_fallback.commit
 import host_fallback.decode_metadata
 import host_fallback.table_edits
-from device_kernels.decode_metadata import chunk_count
+from device_kernels.decode_metadata import MAX_COMPRESSIONS, chunk_count
 from zos.edits import EDIT_WORDS
 from zos.geometry import INT32_LARGEST
 from zos.table import RECORD_WORDS
@@ -92,8 +92,9 @@ def check_prepare_v4_decode_metadata(
     compression_index: torch.Tensor,
     tickets: torch.Tensor,
     counters: torch.Tensor,
-    compressions: torch.Tensor,
     chunk_places: torch.Tensor,
+    compression_ratios: Sequence[int],
+    compression_entries: Sequence[int],
     window: int,
     ring: int,
     tokens_per_step: int,
@@ -130,18 +131,27 @@ def check_prepare_v4_decode_metadata(
         ("num_tokens", num_tokens, INT32, (1,)),
         ("tickets", tickets, INT32, (rows, 4)),
         ("counters", counters, INT64, (4,)),
-        ("compressions", compressions, INT32, (compressions.shape[0], 8)),
     ):
         _expect(name, tensor, dtype, shape, device)
     if input_ids is not None:
         _expect("input_ids", input_ids, INT64, (places,), device)
+    if len(compression_ratios) != len(compression_entries) or len(compression_ratios) > MAX_COMPRESSIONS:
+        raise ValueError(
+            f"{len(compression_ratios)} compression_ratios and {len(compression_entries)} compression_entries: "
+            f"expected as many of each, {MAX_COMPRESSIONS} at most"
+        )
+    for ratio, entries in zip(compression_ratios, compression_entries, strict=True):
+        if ratio < 1 or entries < ratio + tokens_per_step - 1:
+            raise ValueError(f"a compression ring of {entries} entries is too short for ratio {ratio}")
     for name, tensor in (
         ("compression_write_slot", compression_write_slot),
         ("compression_index", compression_index),
     ):
-        if tensor.dim() != 2 or tensor.stride(0) != compression_write_slot.stride(0):
-            raise ValueError(f"Invalid stride of {name}: expected [N, T] with equal row strides, got {tensor.stride()}")
-        _expect(name, tensor[:1], INT64, (min(1, compressions.shape[0]), places), device)
+        if tensor.dim() != 2 or tensor.shape[0] != len(compression_ratios):
+            raise ValueError(f"Invalid shape of {name}: expected [{len(compression_ratios)}, T], got {list(tensor.shape)}")
+        if tensor.stride(0) != compression_write_slot.stride(0):
+            raise ValueError(f"Invalid stride of {name}: expected that of compression_write_slot, got {tensor.stride()}")
+        _expect(name, tensor[:1], INT64, (min(1, len(compression_ratios)), places), device)
     if chunk_places.dtype is not INT32 or chunk_places.device != device or chunk_places.numel() < chunk_count(rows):
         raise ValueError(f"chunk_places must be int32 [{chunk_count(rows)} or more] on {device}")
     # The kernel stores these as vectors; a less aligned view would fault on the device instead of here.
@@ -149,7 +159,6 @@ def check_prepare_v4_decode_metadata(
         ("kv_swa_index_offset_len", kv_swa_index_offset_len, 8),
         ("kv_swa_full_index_pivots", kv_swa_full_index_pivots, 16),
         ("tickets", tickets, 16),
-        ("compressions", compressions, 16),
     ):
         if tensor.data_ptr() % unit:
             raise ValueError(f"Invalid address of {name}: expected a multiple of {unit}, got {tensor.data_ptr():#x}")
@@ -238,8 +247,8 @@ _define(
     "Tensor(e!) swa_len, Tensor(f!) positions, Tensor(g!)? input_ids, Tensor(h!) swa_write_slot, "
     "Tensor(i!) token_row, Tensor(j!) token_state_id, Tensor(k!) cu_seqlens_q, Tensor(l!) seqlens_q, "
     "Tensor(m!) seqlens_k, Tensor(n!) num_tokens, Tensor(o!) compression_write_slot, "
-    "Tensor(p!) compression_index, Tensor(q!) tickets, Tensor(r!) counters, Tensor compressions, "
-    "Tensor(s!) chunk_places, int window, int ring, int tokens_per_step, bool packed) -> ()",
+    "Tensor(p!) compression_index, Tensor(q!) tickets, Tensor(r!) counters, "
+    "Tensor(s!) chunk_places, int[] compression_ratios, int[] compression_entries, int window, int ring, int tokens_per_step, bool packed) -> ()",
     check_prepare_v4_decode_metadata,
     host_fallback.decode_metadata.prepare_v4_decode_metadata,
     device_kernels.decode_metadata.prepare_v4_decode_metadata,

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 import zos.ops  # noqa: F401  registers torch.ops.zos
+from device_kernels.decode_metadata import MAX_COMPRESSIONS
 from zos.edits import Edit, StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry, whole_number
@@ -458,6 +459,8 @@ def _compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step:
     )
     if len({ring.ratio for ring in rings}) != len(rings):
         raise ValueError(f"compression_ratios names a ratio twice: {[ring.ratio for ring in rings]}")
+    if len(rings) > MAX_COMPRESSIONS:
+        raise ValueError(f"compression_ratios names {len(rings)} rings, more than {MAX_COMPRESSIONS}")
     for ring in rings:
         if ring.tokens_per_step < tokens_per_step:
             raise ValueError(
