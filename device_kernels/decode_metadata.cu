@@ -24,11 +24,22 @@ struct Row {
     bool live;        // its tokens are written, not PAD
 };
 
+// Places of a row. Without a branch around the load (an id that names no state reads record 0 instead), so that the loads of
+// several rows are in flight together.
 __device__ __forceinline__ int places_of_row(const Params& p, int row) {
     const int state_id = state_of_row(p, row);
-    if (state_id < 0) return 0;
-    const int2 head = reinterpret_cast<const int2*>(p.records)[static_cast<long long>(state_id) * RECORD_INT4S * 2];
-    return row_places(head.x, head.y, p.tokens_per_step);
+    const int2 head = reinterpret_cast<const int2*>(p.records)[static_cast<long long>(larger(state_id, 0)) * RECORD_INT4S * 2];
+    return state_id < 0 ? 0 : row_places(head.x, head.y, p.tokens_per_step);
+}
+
+// (places, live tokens) of a row, as if it fits; branchless like places_of_row.
+__device__ __forceinline__ int2 places_and_live(const Params& p, int row) {
+    const int state_id = state_of_row(p, row), some_state = larger(state_id, 0);
+    const int4 a = record_part(p, some_state, 0);
+    const int valid_start = p.records[static_cast<long long>(some_state) * RECORD_INT4S * 4 + RECORD_VALID_START];
+    const int places = state_id < 0 ? 0 : row_places(a.x, a.y, p.tokens_per_step);
+    const bool sound = row_error(a.x, a.y, a.z, a.w, valid_start, p.tokens_per_step) == NO_ERROR;
+    return {places, sound ? places : 0};
 }
 
 __device__ __forceinline__ Row read_row(const Params& p, int row) {
@@ -80,9 +91,9 @@ __device__ void summarize_batch(const Params& p) {
     int places = 0, live = 0;
 #pragma unroll 4
     for (int row = begin; row < end; ++row) {
-        const Row r = read_row(p, row);
-        places += r.places;
-        live += r.live ? r.places : 0;
+        const int2 both = places_and_live(p, row);
+        places += both.x;
+        live += both.y;
     }
     const int total = p.packed ? block_sum(places, partial[0]) : p.num_rows * p.tokens_per_step;
     if (p.packed && total > p.num_places) {  // rows are deferred: count again, up to the first row that does not fit
@@ -90,11 +101,11 @@ __device__ void summarize_batch(const Params& p) {
         int place = __reduce_add_sync(ALL_LANES, lane < warp ? partial[0][lane] : 0) + lanes_before(places), deferred = 0;
         live = 0;
         for (int row = begin; row < end; ++row) {
-            const Row r = read_row(p, row);
-            const bool fits = place + r.places <= p.num_places;
-            live += r.live && fits ? r.places : 0;
-            deferred += r.live && !fits;
-            place += r.places;
+            const int2 both = places_and_live(p, row);
+            const bool fits = place + both.x <= p.num_places;
+            live += fits ? both.y : 0;
+            deferred += !fits && both.y > 0;
+            place += both.x;
         }
         deferred = block_sum(deferred, partial[1]);
         if (thread == 0 && deferred > 0)

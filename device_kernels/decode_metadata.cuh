@@ -10,7 +10,7 @@ constexpr int MAX_ROWS_PER_BLOCK = 32;  // one lane each where a warp sums them
 constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int RECORD_INT4S = 4;  // a record is 16 int32: (phase, seqlen_q, q_start, prompt_end), (swa_valid_start, kv_cached_end,
                                  // generation, error), (head, stop_at, chunk_q, decode_q), (error_value, -, -, -)
-constexpr int RECORD_ERROR = 7, RECORD_ERROR_VALUE = 12;
+constexpr int RECORD_VALID_START = 4, RECORD_ERROR = 7, RECORD_ERROR_VALUE = 12;
 constexpr int COUNTER_DEFERRED = 2, COUNTER_ERRORS = 3;
 
 constexpr int MAX_COMPRESSIONS = 16;

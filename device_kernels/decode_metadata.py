@@ -13,6 +13,9 @@ WARP = 32
 MAX_WARPS = 32
 MAX_COMPRESSIONS = 16
 VECTOR_BYTES = 16
+FULL_DEVICE_BLOCKS = 128
+MAX_ROWS = 16  # rows of a block
+MAX_ROW_WARPS = 16  # warps of a block, all its rows together; more leave too few registers for a second block
 ROWS_PER_CHUNK = 256  # rows summed by one block of sum_row_places
 ONE_LAUNCH_ROWS = 1024  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
 
@@ -34,10 +37,13 @@ class Grid(NamedTuple):
     warps: int
 
 
-def choose_grid(num_rows: int, tokens_per_step: int, packed: bool) -> Grid:
-    """Layout for a batch: many warps a row while the device is not full, one warp a row when it is."""
-    wide = min(tokens_per_step + 1, MAX_WARPS)  # a warp for each token's indices, and one for the scalars
-    return Grid(1, wide)
+def choose_grid(num_rows: int, tokens_per_step: int) -> Grid:
+    """Layout for a batch (measured on an H200, docs/performance.md): about one block a multiprocessor, up to `MAX_ROWS` rows each.
+
+    While the device is not full a row gets a warp for each token's indices and one for the scalars; then fewer, in the end one.
+    """
+    rows = min(MAX_ROWS, max(1, num_rows // FULL_DEVICE_BLOCKS))
+    return Grid(rows, max(1, min(tokens_per_step + 1, MAX_ROW_WARPS // rows)))
 
 
 def bind_prepare_v4_decode_metadata(
@@ -77,7 +83,7 @@ def bind_prepare_v4_decode_metadata(
     num_rows = state_ids.shape[0]
     if num_rows == 0:
         return lambda: None
-    grid = choose_grid(num_rows, tokens_per_step, packed)
+    grid = choose_grid(num_rows, tokens_per_step)
     compressions = [
         member
         for ring_sizes in zip(compression_ratios, compression_entries, strict=True)

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+import zos.ops
 from zos.mapped import shared_zeros
+from zos.ops import EDIT_WORDS
 from zos.table import SequenceTable
 
-EDIT_WORDS = 16
 EDITS_PER_BUFFER = 1024
 NUM_BUFFERS = 4  # flushes that may be under way before the next one waits
 INT64_WORDS = 2
@@ -121,7 +122,8 @@ class StagedEdits:
             row[:4] = (batch_row, 0, payload, len(state_ids))
             words[payload : payload + len(state_ids)] = state_ids
             payload += len(state_ids)
-        torch.ops.zos.apply_table_edits(
+        zos.ops.call(
+            "apply_table_edits",
             self._table.records,
             self._table.token_ids,
             self._batches,

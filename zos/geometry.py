@@ -60,7 +60,7 @@ class RingGeometry:
         draft_tokens = whole_number("draft_tokens", draft_tokens, 0)
         tokens_per_step = draft_tokens + 1
         least = window + tokens_per_step - (1 if causal else 0)
-        ring = window + tokens_per_step if ring is None else whole_number("ring", ring, 1)
+        ring = window + tokens_per_step if ring is None else whole_number("ring", ring, 0)
         if ring < least:
             kind = "causal decode" if causal else "a non-causal draft block"
             raise ValueError(
@@ -114,7 +114,7 @@ class CompressionRing:
         ratio = whole_number("ratio", ratio, 1)
         tokens_per_step = whole_number("tokens_per_step", tokens_per_step, 1)
         least = whole_number("compression entries", (2 if overlap else 1) * ratio + tokens_per_step - 1, 1)
-        entries = least if entries is None else whole_number("entries", entries, 1)
+        entries = least if entries is None else whole_number("entries", entries, 0)
         if entries < least:
             raise ValueError(
                 f"entries={entries} is too short: ratio={ratio} with tokens_per_step={tokens_per_step} needs {least}"

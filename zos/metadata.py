@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -127,43 +128,39 @@ class MetadataBuffers:
                 self._views.popitem(last=False)
         return self._views[key]
 
+    def operands(self, batch: int, tokens: int) -> dict[str, Any]:
+        """Arguments of `prepare_v4_decode_metadata` by name, for `batch` rows and `tokens` token places."""
+        return {
+            "records": self.table.records,
+            "state_ids": self._state_ids[:batch],
+            "token_ids": self.table.token_ids,
+            **{name: buffer[:tokens] for name, buffer in self._tokens.items()},
+            "input_ids": None if self._input_ids is None else self._input_ids[:tokens],
+            **{name: buffer[:batch] for name, buffer in self._rows.items()},
+            "cu_seqlens_q": self._cu_seqlens_q[: batch + 1],
+            "num_tokens": self._num_tokens if batch > 0 else self._no_tokens,
+            "compression_write_slot": self._compression_write_slot[:, :tokens],
+            "compression_index": self._compression_index[:, :tokens],
+            "counters": self._counters,
+            "chunk_places": self._chunk_places,
+            "compression_ratios": self._ratios,
+            "compression_entries": self._entries,
+            "window": self._geometry.window,
+            "ring": self._geometry.ring,
+            "tokens_per_step": self._geometry.tokens_per_step,
+            "packed": self._packed,
+        }
+
     def _make_view(self, batch: int, tokens: int) -> DecodeMetadata:
-        state_ids = self._state_ids[:batch]
-        by_token = {name: buffer[:tokens] for name, buffer in self._tokens.items()}
-        by_row = {name: buffer[:batch] for name, buffer in self._rows.items()}
-        by_row["cu_seqlens_q"] = self._cu_seqlens_q[: batch + 1]
-        by_row["num_tokens"] = self._num_tokens if batch > 0 else self._no_tokens
-        input_ids = None if self._input_ids is None else self._input_ids[:tokens]
-        write_slot, index = self._compression_write_slot[:, :tokens], self._compression_index[:, :tokens]
-        launch = bind_prepare_v4_decode_metadata(
-            records=self.table.records,
-            state_ids=state_ids,
-            token_ids=self.table.token_ids,
-            **by_token,
-            input_ids=input_ids,
-            **by_row,
-            compression_write_slot=write_slot,
-            compression_index=index,
-            counters=self._counters,
-            chunk_places=self._chunk_places,
-            compression_ratios=self._ratios,
-            compression_entries=self._entries,
-            window=self._geometry.window,
-            ring=self._geometry.ring,
-            tokens_per_step=self._geometry.tokens_per_step,
-            packed=self._packed,
-        )
+        operands = self.operands(batch, tokens)
+        outputs = ("state_ids", *self._tokens, "input_ids", *self._rows, "cu_seqlens_q", "num_tokens")
         return DecodeMetadata(
             slot=self.slot,
             batch=batch,
             tokens=tokens,
-            state_ids=state_ids,
-            **by_token,
-            input_ids=input_ids,
-            **by_row,
-            compression_write_slot=dict(zip(self._ratios, write_slot, strict=True)),
-            compression_index=dict(zip(self._ratios, index, strict=True)),
+            **{name: operands[name] for name in outputs},
+            compression_write_slot=dict(zip(self._ratios, operands["compression_write_slot"], strict=True)),
+            compression_index=dict(zip(self._ratios, operands["compression_index"], strict=True)),
             buffers=self,
-            launch_prepare=launch,
+            launch_prepare=bind_prepare_v4_decode_metadata(**operands),
         )
-

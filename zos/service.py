@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-import zos.ops  # noqa: F401  registers torch.ops.zos
+import zos.ops
 from device_kernels.decode_metadata import MAX_COMPRESSIONS
 from zos.edits import Edit, StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
@@ -102,7 +102,7 @@ class MetadataService:
         # int32 [slots + 1, max_batch]: state ids by row; the last is all padding, for warm-ups
         self._batches = torch.full((self.metadata_slots + 1, self.max_batch), -1, dtype=torch.int32, device=self.device)
         self._edits = self._new_edits()
-        self._counters_host, self._counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
+        self._counters_host, self.operator_counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
         self._slots = [_Slot(self._new_buffers(slot, self.max_batch)) for slot in range(self.metadata_slots)]
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
         self._order = StreamOrder(self.device)
@@ -326,14 +326,15 @@ class MetadataService:
                 f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
             )
         self._order.join()
-        torch.ops.zos.commit(
+        zos.ops.call(
+            "commit",
             self.table.records,
             self.table.token_ids,
             metadata.tickets,
             _as_tensor("num_kept", num_kept),
             None if finished is None else _as_tensor("finished", finished),
             None if next_tokens is None else _as_tensor("next_tokens", next_tokens),
-            self._counters,
+            self.operator_counters,
             self.geometry.tokens_per_step,
             self.max_prefill_tokens,
         )
@@ -412,7 +413,7 @@ class MetadataService:
             slot,
             self._batches[slot, :max_batch],
             self.table,
-            self._counters,
+            self.operator_counters,
             self.geometry,
             self.compression,
             self.token_layout == "packed",

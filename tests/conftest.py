@@ -1,0 +1,40 @@
+"""Fixtures of all tests: the device to run on, and a fresh random seed that is printed when a test fails."""
+
+from __future__ import annotations
+
+import os
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+SEED_VARIABLE = "ZOS_TEST_SEED"
+_SEED = int(os.environ.get(SEED_VARIABLE, random.SystemRandom().randrange(2**32)))
+
+
+def pytest_report_header() -> str:
+    """Say which seed this run uses."""
+    return f"{SEED_VARIABLE}={_SEED}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests that need a GPU where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Each path: Numba on the CPU, the kernels on a GPU."""
+    return request.param
+
+
+@pytest.fixture
+def seed() -> Iterator[int]:
+    """Seed of this run; set ZOS_TEST_SEED to repeat one."""
+    print(f"{SEED_VARIABLE}={_SEED}")
+    yield _SEED

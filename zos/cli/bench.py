@@ -1,0 +1,197 @@
+"""`zos bench`: times the operators beside their floors: in CUDA graphs on a GPU, by the clock on the CPU."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from zos.loop import DecodeLoop
+from zos.metadata import DecodeMetadata
+from zos.service import MetadataService
+from zos.table import COLUMNS, RECORD_WORDS, Phase
+
+SIZES = (1, 64, 256, 512, 1024, 4096)
+QUICK_SIZES = (1, 256)
+NODES = 50  # launches in a captured graph: its own launch cost spreads over them
+PADDING_SHARE = 0.1
+
+Launch = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured figure beside its reference, both from the same run."""
+
+    bench: str
+    variant: str
+    size: int  # rows of the batch
+    median_us: float
+    reference: str
+    reference_us: float
+    ratio: float
+
+
+def row(bench: str, variant: str, size: int, median_us: float, reference: str, reference_us: float) -> Row:
+    """Make a Row; the ratio follows from its two times."""
+    return Row(bench, variant, size, round(median_us, 3), reference, round(reference_us, 3), round(median_us / reference_us, 3))
+
+
+def ragged_service(rows: int, device: str, token_layout: str) -> tuple[MetadataService, DecodeMetadata]:
+    """Make a service with `rows` rows of random length and position in scattered states, a tenth of the rows padding; prepared."""
+    rng = np.random.default_rng(rows)
+    svc = MetadataService(capacity=max(4096, rows), max_batch=rows, device=device, token_layout=token_layout)
+    step = svc.geometry.tokens_per_step
+    records = np.zeros((svc.capacity, RECORD_WORDS), np.int32)
+    records[:, COLUMNS["phase"]] = Phase.LIVE
+    records[:, COLUMNS["seqlen_q"]] = rng.integers(1, step + 1, svc.capacity)
+    records[:, COLUMNS["q_start"]] = rng.integers(0, 100_000, svc.capacity)
+    svc.table.records.copy_(torch.from_numpy(records))
+    states = rng.permutation(svc.capacity)[:rows]
+    svc.set_batch([-1 if rng.random() < PADDING_SHARE else int(state) for state in states])
+    return svc, svc.prepare()
+
+
+def graph_medians(launches: dict[str, Launch], replays: int) -> dict[str, float]:
+    """Median µs of each launch as a node of a captured graph of NODES, the graphs replayed in turn."""
+    graphs = {}
+    for name, launch in launches.items():
+        launch()
+        torch.cuda.synchronize()
+        graphs[name] = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graphs[name]):
+            for _ in range(NODES):
+                launch()
+        graphs[name].replay()
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for _ in range(replays):
+        for name, graph in graphs.items():
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times[name].append(begin.elapsed_time(end) * 1e3 / NODES)
+    return {name: statistics.median(of_name) for name, of_name in times.items()}
+
+
+def clock_medians(launches: dict[str, Launch], repeats: int) -> dict[str, float]:
+    """Median µs of each call by the host's clock, the calls made in turn."""
+    times: dict[str, list[float]] = {name: [] for name in launches}
+    for _ in range(repeats):
+        for name, launch in launches.items():
+            begin = time.perf_counter()
+            launch()
+            times[name].append((time.perf_counter() - begin) * 1e6)
+    return {name: statistics.median(of_name) for name, of_name in times.items()}
+
+
+def bench_prepare(size: int, replays: int) -> Iterator[Row]:
+    """Both layouts of prepare_v4_decode_metadata beside its floors (FIELD_NOTES: same grid, loads and output bytes, warm)."""
+    from device_kernels import floor
+
+    references = {"floor": floor.DEPENDENT_LOADS, "write-only": floor.WRITE_ONLY, "empty kernel": floor.EMPTY}
+    prepared = {layout: ragged_service(size, "cuda", layout)[1] for layout in ("strided", "packed")}
+    operands = prepared["strided"].buffers.operands(size, prepared["strided"].tokens)
+    launches: dict[str, Launch] = {name: floor.bind_floor(kernel, **operands) for name, kernel in references.items()}
+    launches |= {layout: metadata.launch_prepare for layout, metadata in prepared.items()}
+    medians = graph_medians(launches, replays)
+    for layout in prepared:
+        for name in references:
+            yield row("prepare_v4_decode_metadata", f"{layout} ragged", size, medians[layout], name, medians[name])
+
+
+def bench_commit(size: int, replays: int) -> Iterator[Row]:
+    """Commit beside an empty kernel; every node commits another step's tickets, so that each one counts."""
+    from device_kernels import floor
+
+    svc, metadata = ragged_service(size, "cuda", "strided")
+    saved, num_kept = svc.table.records.clone(), metadata.seqlens_q.clone()
+    steps = [metadata.tickets.clone() for _ in range(NODES)]
+    for number, tickets in enumerate(steps):
+        tickets[:, 2] += number * num_kept  # q_start of that step
+    turn = [0]
+
+    def commit() -> None:
+        if turn[0] % NODES == 0:  # once a graph, a fiftieth of the time measured
+            svc.table.records.copy_(saved)
+        tickets = steps[turn[0] % NODES]
+        turn[0] += 1
+        torch.ops.zos.commit(
+            svc.table.records, None, tickets, num_kept, None, None, svc.operator_counters, svc.geometry.tokens_per_step, 1
+        )
+
+    for _ in range(NODES - 1):  # graph_medians makes one more call before it captures
+        commit()
+    before = svc.counters()
+    empty = floor.bind_floor(floor.EMPTY, **metadata.buffers.operands(size, metadata.tokens))
+    medians = graph_medians({"commit": commit, "empty kernel": empty}, replays)
+    if svc.counters() != before:
+        raise RuntimeError(f"commits of the benchmark did not count: {svc.counters()}, before {before}")
+    yield row("commit", "ragged", size, medians["commit"], "empty kernel", medians["empty kernel"])
+
+
+def bench_loop(size: int, replays: int) -> Iterator[Row]:
+    """Host time of a replayed step beside the bare graph replay."""
+    svc, _ = ragged_service(size, "cuda", "strided")
+    loop = DecodeLoop(svc, lambda metadata: metadata.seqlens_q)
+    loop.set_batch([-1])
+    loop.run()
+    torch.cuda.synchronize()
+    bare = torch.cuda.CUDAGraph()
+    nothing = torch.zeros(1, device="cuda")
+    with torch.cuda.graph(bare):
+        nothing.add_(0)
+    medians = clock_medians({"loop": loop.run, "bare": bare.replay}, replays * 10)
+    torch.cuda.synchronize()
+    yield row("DecodeLoop.run", "host time", 1, medians["loop"], "graph replay alone", medians["bare"])
+
+
+def bench_numba(size: int, repeats: int) -> Iterator[Row]:
+    """The CPU path, serial, beside a plain copy of the index bytes."""
+    for layout in ("strided", "packed"):
+        svc, metadata = ragged_service(size, "cpu", layout)
+        source = metadata.kv_swa_index.numpy().copy()
+        target = np.empty_like(source)
+        medians = clock_medians({"prepare": svc.prepare, "copy": lambda: np.copyto(target, source)}, repeats)  # noqa: B023
+        yield row(
+            "prepare_v4_decode_metadata", f"numba {layout} ragged", size, medians["prepare"], "numpy.copyto", medians["copy"]
+        )
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add `zos bench`."""
+    parser = subparsers.add_parser("bench", help="time the operators beside their floors", description=__doc__)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--filter", default="", metavar="TEXT", help="only benches whose name contains TEXT")
+    parser.add_argument("--quick", action="store_true", help="two sizes and few repeats")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the benches that this machine can, print a table, return 0."""
+    sizes, replays = (QUICK_SIZES, 10) if arguments.quick else (SIZES, 60)
+    benches: list[tuple[str, Callable[[int, int], Iterator[Row]], tuple[int, ...]]] = [("numba", bench_numba, (256,))]
+    if torch.cuda.is_available():
+        benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (1,))]
+    rows: list[Row] = []
+    for name, bench, of_sizes in benches:
+        if arguments.filter in name:
+            for size in of_sizes:
+                rows += bench(size, replays)
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
+    print(f"{hardware}, torch {torch.__version__}; medians in µs")
+    for r in rows:
+        print(
+            f"{r.bench:28} {r.variant:22} {r.size:6} {r.median_us:9.2f}   {r.reference:20} {r.reference_us:9.2f} {r.ratio:7.2f}x"
+        )
+    if arguments.json:
+        arguments.json.write_text(json.dumps({"hardware": hardware, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+    return 0
