@@ -103,12 +103,25 @@ def _module(stem: str) -> Any:
     return cupy.RawModule(code=kernel_source(stem), options=COMPILE_OPTIONS)
 
 
+class _StreamHandle:
+    """A stream's address in the form that CuPy takes it (the CUDA stream protocol)."""
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self._address
+
+
 @cache
-def _cupy_stream(pointer: int, device_index: int) -> Any:
-    """CuPy's view of a torch stream; cached, since making one costs more than a launch."""
+def _cupy_stream(address: int, device_index: int) -> Any:
+    """CuPy's view of a torch stream; cached, since making one costs more than a launch.
+
+    Not by way of torch.cuda.ExternalStream: that takes address 0, the default stream, for "none given" and makes another stream.
+    """
     import cupy
 
-    return cupy.cuda.Stream.from_external(torch.cuda.ExternalStream(pointer, device=device_index))
+    return cupy.cuda.Stream.from_external(_StreamHandle(address)) if address else cupy.cuda.Stream.null
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

@@ -1,4 +1,4 @@
-"""What tests hold results against: the oracle, the golden cases, and assertions that name the first mismatch."""
+"""What tests hold results against: the oracle, the golden cases, assertions that name the first mismatch."""
 
 from __future__ import annotations
 
@@ -9,25 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from zos.cli.compare import first_mismatch
-from zos.metadata import DecodeMetadata
+from zos.cli.compare import POISON, first_mismatch, poison
+from zos.cli.oracle import Oracle
+
+__all__ = ["POISON", "Oracle", "assert_bitwise_equal", "golden_cases", "poison", "positions_in_ring"]
 
 GOLDEN_DECODE = Path(__file__).parent / "golden" / "decode_cases.json"
-POISON = -7  # no output may hold it
+Array = torch.Tensor | np.ndarray
 
 
-def assert_bitwise_equal(actual: torch.Tensor | np.ndarray, expected: torch.Tensor | np.ndarray, name: str) -> None:
+def assert_bitwise_equal(actual: Array, expected: Array, name: str) -> None:
     """Equal dtype, shape and values, or an error with the first mismatch, its coordinates and both values."""
     difference = first_mismatch(_as_array(actual), _as_array(expected))
     assert difference is None, f"{name}: {difference}"
-
-
-def poison(metadata: DecodeMetadata) -> None:
-    """Fill every output with a value that none may hold, so that an element left unwritten shows."""
-    for value in vars(metadata).values():
-        for tensor in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor is not metadata.state_ids:
-                tensor.fill_(POISON)
 
 
 def golden_cases() -> list[dict[str, Any]]:
@@ -37,12 +31,12 @@ def golden_cases() -> list[dict[str, Any]]:
 
 
 def positions_in_ring(head: int, ring: int) -> list[int]:
-    """Position that each slot of a ring holds after positions 0 … head-1 were written; -1 for a slot never written."""
+    """Position in each slot of a ring after positions 0 … head-1 were written; -1 in a slot never written."""
     held = [-1] * ring
     for position in range(max(0, head - ring), head):
         held[position % ring] = position
     return held
 
 
-def _as_array(value: torch.Tensor | np.ndarray) -> np.ndarray:
+def _as_array(value: Array) -> np.ndarray:
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value

@@ -192,7 +192,7 @@ def test_a16_offset_of_a_view_counts(device: str) -> None:
     """A slice of a larger tensor is read where it begins, also when it comes from another library."""
     svc = service(device, {3: 1000, 0: 69})
     svc.set_batch([3], batch=1)
-    operands = svc.prepare().buffers.operands(1, 6)
+    operands = svc.prepare().operands
     big = int32(device, 0, 0, 0, 0, 3)
     names = [argument.name for argument in torch.ops.zos.prepare_v4_decode_metadata.default._schema.arguments]
     operands = {**operands, "state_ids": big[4:]}
@@ -302,7 +302,7 @@ def test_a26_compiled_mutation_of_one_arena(device: str) -> None:
     """Outputs carved from one arena hold the same bytes after a compiled call as after an eager one."""
     svc = service(device, {3: 1000})
     svc.set_batch([3], batch=1)
-    template = svc.prepare().buffers.operands(1, 6)
+    template = svc.prepare().operands
     names = [argument.name for argument in torch.ops.zos.prepare_v4_decode_metadata.default._schema.arguments]
 
     def caller(arena: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,7 @@ def service(device: str, **options: Any) -> zos.MetadataService:
 def prepare_operands(svc: zos.MetadataService, batch: int = 4) -> dict[str, Any]:
     """Return fresh arguments for a batch of states 3, -1, 1, -1."""
     svc.set_batch([3, -1, 1], batch=batch)
-    operands = svc.prepare().buffers.operands(batch, batch * 6)
+    operands = svc.prepare().operands
     return {name: value.clone() if isinstance(value, torch.Tensor) else value for name, value in operands.items()}
 
 

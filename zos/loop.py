@@ -154,7 +154,7 @@ class DecodeLoop:
         captured = self._captured(batch, tokens)
         self._service.flush()
         captured.graph.replay()
-        captured.metadata.buffers.prepared_batch = batch
+        captured.metadata.origin.prepared_batch = batch
         self._service.launched(1)
 
     def _captured(self, batch: int, tokens: int) -> _Captured:

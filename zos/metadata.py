@@ -45,8 +45,17 @@ class DecodeMetadata:
     compression_write_slot: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: state_id * C + position % C [-1]
     compression_index: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: entry that the token completes, or -1 [-1]
     tickets: torch.Tensor  # int32 [B, 4]: (state_id, generation, q_start, seqlen_q) [-1, 0, 0, 0]; commit reads these
-    buffers: MetadataBuffers = field(repr=False)
-    launch_prepare: Callable[[], None] = field(repr=False)  # the operator, bound to these views: no check, no packing per step
+    origin: SlotOrigin = field(repr=False)
+    operands: Mapping[str, Any] = field(repr=False)  # arguments of prepare_v4_decode_metadata by name
+    launch_prepare: Callable[[], None] = field(repr=False)  # the operator, bound to them: no check, no packing per step
+
+
+@dataclass
+class SlotOrigin:
+    """Where metadata comes from; apart from the buffers, so that no cycle keeps them alive after their service."""
+
+    table: SequenceTable
+    prepared_batch: int | None = None  # B of the slot's last eager prepare or replay: whose tickets its buffers hold
 
 
 class MetadataBuffers:
@@ -85,15 +94,15 @@ class MetadataBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
-        self.slot = slot
-        self.table = table
+        self.origin = SlotOrigin(table)
+        self._slot = slot
+        self._table = table
         self._state_ids = state_ids
         self._counters = counters
         self._geometry = geometry
         self._packed = packed
         self._ratios = tuple(ring.ratio for ring in compression)
         self._entries = tuple(ring.entries for ring in compression)
-        self.prepared_batch: int | None = None  # B of the last eager prepare: whose tickets the buffers hold
         places = max_batch * geometry.tokens_per_step
         self._tokens = {  # by token place
             "kv_swa_index_offset_len": zeros(places, 2),
@@ -128,12 +137,26 @@ class MetadataBuffers:
                 self._views.popitem(last=False)
         return self._views[key]
 
-    def operands(self, batch: int, tokens: int) -> dict[str, Any]:
-        """Arguments of `prepare_v4_decode_metadata` by name, for `batch` rows and `tokens` token places."""
+    def _make_view(self, batch: int, tokens: int) -> DecodeMetadata:
+        operands = self._operands(batch, tokens)
+        outputs = ("state_ids", *self._tokens, "input_ids", *self._rows, "cu_seqlens_q", "num_tokens")
+        return DecodeMetadata(
+            slot=self._slot,
+            batch=batch,
+            tokens=tokens,
+            **{name: operands[name] for name in outputs},
+            compression_write_slot=dict(zip(self._ratios, operands["compression_write_slot"], strict=True)),
+            compression_index=dict(zip(self._ratios, operands["compression_index"], strict=True)),
+            origin=self.origin,
+            operands=operands,
+            launch_prepare=bind_prepare_v4_decode_metadata(**operands),
+        )
+
+    def _operands(self, batch: int, tokens: int) -> dict[str, Any]:
         return {
-            "records": self.table.records,
+            "records": self._table.records,
             "state_ids": self._state_ids[:batch],
-            "token_ids": self.table.token_ids,
+            "token_ids": self._table.token_ids,
             **{name: buffer[:tokens] for name, buffer in self._tokens.items()},
             "input_ids": None if self._input_ids is None else self._input_ids[:tokens],
             **{name: buffer[:batch] for name, buffer in self._rows.items()},
@@ -150,17 +173,3 @@ class MetadataBuffers:
             "tokens_per_step": self._geometry.tokens_per_step,
             "packed": self._packed,
         }
-
-    def _make_view(self, batch: int, tokens: int) -> DecodeMetadata:
-        operands = self.operands(batch, tokens)
-        outputs = ("state_ids", *self._tokens, "input_ids", *self._rows, "cu_seqlens_q", "num_tokens")
-        return DecodeMetadata(
-            slot=self.slot,
-            batch=batch,
-            tokens=tokens,
-            **{name: operands[name] for name in outputs},
-            compression_write_slot=dict(zip(self._ratios, operands["compression_write_slot"], strict=True)),
-            compression_index=dict(zip(self._ratios, operands["compression_index"], strict=True)),
-            buffers=self,
-            launch_prepare=bind_prepare_v4_decode_metadata(**operands),
-        )

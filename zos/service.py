@@ -106,6 +106,7 @@ class MetadataService:
         self._slots = [_Slot(self._new_buffers(slot, self.max_batch)) for slot in range(self.metadata_slots)]
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
         self._order = StreamOrder(self.device)
+        self._order.keep_until_launched(self, self._edits, self._counters_host)
 
     # ---- sequences: every call stages one edit ---------------------------------------------------------------------------
 
@@ -282,7 +283,7 @@ class MetadataService:
         metadata = state.buffers.view(state.batch, state.tokens)
         self.launch_prepare(metadata)
         if not self._order.capturing():
-            state.buffers.prepared_batch = state.batch
+            state.buffers.origin.prepared_batch = state.batch
             self.launched(1)
         return metadata
 
@@ -318,9 +319,9 @@ class MetadataService:
         MetadataReplacedError
             The slot was since prepared with another batch size.
         """
-        if metadata.buffers.table is not self.table:
+        if metadata.origin.table is not self.table:
             raise ValueError("metadata was prepared by another MetadataService")
-        prepared = metadata.buffers.prepared_batch
+        prepared = metadata.origin.prepared_batch
         if prepared is not None and prepared != metadata.batch and not self._order.capturing():
             raise MetadataReplacedError(
                 f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
@@ -379,6 +380,8 @@ class MetadataService:
         edits.stage_batch(self.metadata_slots, np.full(1, -1, np.int32))  # the padding batch: what it holds already
         edits.flush()
         self._order.mark()
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # before the padding's buffers are freed
 
     def private_metadata(self, batch: int, tokens: int) -> DecodeMetadata:
         """All-padding metadata on buffers of its own, for warm-ups that must not touch a slot's."""

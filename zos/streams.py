@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 
 
@@ -24,6 +26,14 @@ class StreamOrder:
             return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(self._device):
             return torch.cuda.is_current_stream_capturing()
+
+    def keep_until_launched(self, owner: object, *memory: object) -> None:
+        """Keep `memory` alive until the last launch is over, when `owner` is gone.
+
+        Pinned memory goes back to torch's pool, and so to the next user, at once: a launch still queued would read or write it.
+        """
+        if self._last_launch is not None:
+            weakref.finalize(owner, lambda event, *_: event.synchronize(), self._last_launch, *memory)
 
     def join(self) -> None:
         """Before a launch: make the current stream wait for the last launch, if that went to another stream."""

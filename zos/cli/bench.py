@@ -99,7 +99,7 @@ def bench_prepare(size: int, replays: int) -> Iterator[Row]:
 
     references = {"floor": floor.DEPENDENT_LOADS, "write-only": floor.WRITE_ONLY, "empty kernel": floor.EMPTY}
     prepared = {layout: ragged_service(size, "cuda", layout)[1] for layout in ("strided", "packed")}
-    operands = prepared["strided"].buffers.operands(size, prepared["strided"].tokens)
+    operands = prepared["strided"].operands
     launches: dict[str, Launch] = {name: floor.bind_floor(kernel, **operands) for name, kernel in references.items()}
     launches |= {layout: metadata.launch_prepare for layout, metadata in prepared.items()}
     medians = graph_medians(launches, replays)
@@ -131,7 +131,7 @@ def bench_commit(size: int, replays: int) -> Iterator[Row]:
     for _ in range(NODES - 1):  # graph_medians makes one more call before it captures
         commit()
     before = svc.counters()
-    empty = floor.bind_floor(floor.EMPTY, **metadata.buffers.operands(size, metadata.tokens))
+    empty = floor.bind_floor(floor.EMPTY, **metadata.operands)
     medians = graph_medians({"commit": commit, "empty kernel": empty}, replays)
     if svc.counters() != before:
         raise RuntimeError(f"commits of the benchmark did not count: {svc.counters()}, before {before}")

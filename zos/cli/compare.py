@@ -1,11 +1,13 @@
-"""Bitwise comparison of integer results, and the metadata as named arrays."""
+"""Bitwise comparison of results, metadata as named arrays, and the poison that shows unwritten elements."""
 
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from zos.metadata import DecodeMetadata
 
+POISON = -7  # no output may hold it
 PLAIN_OUTPUTS = (
     "kv_swa_index_offset_len",
     "kv_swa_index",
@@ -25,7 +27,7 @@ PLAIN_OUTPUTS = (
 
 
 def first_mismatch(actual: np.ndarray, expected: np.ndarray) -> str | None:
-    """Return None for equal dtype, shape and bytes; else what differs, with the first place and both values."""
+    """Return None for equal dtype, shape and values; else what differs, the first place and both values."""
     if actual.dtype != expected.dtype:
         return f"dtype {actual.dtype}, expected {expected.dtype}"
     if actual.shape != expected.shape:
@@ -34,13 +36,25 @@ def first_mismatch(actual: np.ndarray, expected: np.ndarray) -> str | None:
     if not different.any():
         return None
     place = tuple(int(i) for i in np.argwhere(different)[0]) if actual.ndim else ()
-    return f"{int(different.sum())} of {actual.size} differ, first at {list(place)}: {actual[place]}, expected {expected[place]}"
+    count = f"{int(different.sum())} of {actual.size} differ"
+    return f"{count}, first at {list(place)}: {actual[place]}, expected {expected[place]}"
+
+
+def metadata_tensors(metadata: DecodeMetadata) -> dict[str, torch.Tensor]:
+    """Every output of a prepare, the tickets included, by the names that the oracle uses."""
+    tensors = {name: getattr(metadata, name) for name in PLAIN_OUTPUTS if getattr(metadata, name) is not None}
+    for ratio in metadata.compression_index:
+        tensors[f"compression_write_slot[{ratio}]"] = metadata.compression_write_slot[ratio]
+        tensors[f"compression_index[{ratio}]"] = metadata.compression_index[ratio]
+    return tensors
 
 
 def metadata_arrays(metadata: DecodeMetadata) -> dict[str, np.ndarray]:
-    """Every output of a prepare as a NumPy array, by the names that the oracle uses."""
-    arrays = {name: getattr(metadata, name) for name in PLAIN_OUTPUTS if getattr(metadata, name) is not None}
-    for ratio in metadata.compression_index:
-        arrays[f"compression_write_slot[{ratio}]"] = metadata.compression_write_slot[ratio]
-        arrays[f"compression_index[{ratio}]"] = metadata.compression_index[ratio]
-    return {name: tensor.cpu().numpy() for name, tensor in arrays.items()}
+    """Return them as NumPy arrays; from a CPU they are views, which the next prepare overwrites."""
+    return {name: tensor.cpu().numpy() for name, tensor in metadata_tensors(metadata).items()}
+
+
+def poison(metadata: DecodeMetadata) -> None:
+    """Fill every output with a value that none may hold, so that an element left unwritten shows."""
+    for tensor in metadata_tensors(metadata).values():
+        tensor.fill_(POISON)

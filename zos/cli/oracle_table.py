@@ -25,14 +25,13 @@ COLUMNS = (
     *("error_value", "reserved_13", "reserved_14", "reserved_15"),
 )
 
-
 Record = dict[str, int]
 
 
 class OracleTable:
     """Sequences and the edits of the service; every method acts at once, as the device does in stream order.
 
-    Nothing is checked that the service refuses before a launch: the arguments are what the device would be given.
+    Nothing is checked that the service refuses before a launch: these are the arguments that the device gets.
 
     Parameters
     ----------
@@ -65,14 +64,14 @@ class OracleTable:
         self.counters = dict.fromkeys(("stale", "duplicate", "deferred", "errors"), 0)
 
     def records_array(self) -> np.ndarray:
-        """The table as the device holds it: int32 [capacity, 16]."""
+        """Return the table as the device holds it: int32 [capacity, 16]."""
         return np.array(list(map(itemgetter(*COLUMNS), self.records)), np.int32)
 
     def load_records(self, array: np.ndarray) -> None:
         """Replace the table by int32 [capacity, 16]."""
         self.records = [dict(zip(COLUMNS, words, strict=True)) for words in array.tolist()]
 
-    # ---- edits ------------------------------------------------------------------------------------------------------
+    # ---- edits ---------------------------------------------------------------------------------------------
 
     def admit(
         self,
@@ -88,7 +87,7 @@ class OracleTable:
         kv_cached_end: int = 0,
         tokens: Sequence[int] | None = None,
     ) -> None:
-        """A sequence enters: every column is set, so that nothing of an earlier tenant remains."""
+        """Let a sequence in: every column is set, so that nothing of an earlier tenant remains."""
         record = self.records[state_id]
         record.update(
             phase=LIVE, q_start=q_start, prompt_end=prompt_end, swa_valid_start=swa_valid_start,
@@ -99,7 +98,7 @@ class OracleTable:
         self._set_tokens(state_id, tokens or ())
 
     def release(self, state_id: int) -> None:
-        """The sequence leaves; results still on their way meet another generation."""
+        """Free the state; results still on their way meet another generation."""
         self.records[state_id]["phase"] = FREE
         self._new_generation(self.records[state_id])
 
@@ -126,17 +125,17 @@ class OracleTable:
             self.records[state_id]["phase"] = LIVE
 
     def set_seqlen_q(self, state_id: int, seqlen_q: int) -> None:
-        """Tokens wanted in the next step; whether there is one is the phase's matter."""
+        """Set the tokens wanted in the next step; whether there is one is the phase's matter."""
         self.records[state_id]["seqlen_q"] = seqlen_q
 
     def set_valid_start(self, state_id: int, swa_valid_start: int) -> None:
-        """Ring positions below it are missing."""
+        """Declare ring positions below it missing."""
         self.records[state_id]["swa_valid_start"] = swa_valid_start
 
-    # ---- columns ----------------------------------------------------------------------------------------------------
+    # ---- columns -------------------------------------------------------------------------------------------
 
     def _next_seqlen_q(self, record: Record) -> int:
-        """The next chunk while the prompt is incomplete, a decode step after."""
+        """Return the next chunk while the prompt is incomplete, a decode step after."""
         missing = record["prompt_end"] - record["q_start"]
         if missing > 0:
             return min(record["chunk_q"] or self.max_prefill_tokens, missing)
@@ -147,7 +146,7 @@ class OracleTable:
         record["error"] = record["error_value"] = 0
 
     def _record_error(self, record: Record, code: int, value: int) -> None:
-        """The first error of a state stays."""
+        """Record an error, unless an earlier one of the state stands."""
         if record["error"] == 0:
             record["error"], record["error_value"] = code, value
             self.counters["errors"] += 1

@@ -1,0 +1,125 @@
+"""`make gpu`: everything that only a GPU can show, in one run on its own python3; writes the evidence as JSON.
+
+The parts run as separate processes, so that one which fails leaves the others' results standing. The JSON goes to
+docs/evidence/h200.json, or to $OUT/h200.json where OUT is set.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PARITY_CASES = int(os.environ.get("ZOS_GPU_PARITY_CASES", "1000000"))
+FULL_TRACE = os.environ.get("ZOS_FULL_TRACE", "")  # a whole trace to replay, where one lies at hand
+SAMPLE_TRACE = "examples/traces/azure_llm_2023_conv_sample.csv"
+
+
+def kernels_sha256() -> str:
+    """Hash of all kernel sources in the order of `LC_ALL=C ls *.cu *.cuh`."""
+    folder = ROOT / "device_kernels"
+    names = sorted(path.name for path in folder.iterdir() if path.suffix in (".cu", ".cuh"))
+    return hashlib.sha256(b"".join((folder / name).read_bytes() for name in names)).hexdigest()
+
+
+def run(name: str, command: list[str], **environment: str) -> tuple[int, str]:
+    """Run one part; returns (exit code, output). What it prints is shown when it fails."""
+    begin = time.monotonic()
+    found = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )  # fmt: skip
+    print(f"{name}: exit {found.returncode} after {time.monotonic() - begin:.0f} s", flush=True)
+    if found.returncode:
+        print(found.stdout[-4000:], flush=True)
+    return found.returncode, found.stdout
+
+
+def tests(scratch: Path) -> dict[str, Any]:
+    """Every test that touches a GPU."""
+    report = scratch / "tests.xml"
+    code, _ = run("tests", [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "--tb=short", f"--junitxml={report}"])
+    suite = next(ElementTree.parse(report).iter("testsuite"))
+    total, failed, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
+    failed += int(suite.get("errors", 0))
+    return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped, "exit_code": code}
+
+
+def sanitizer() -> dict[str, Any]:
+    """Findings of each compute-sanitizer tool over all kernels, and over its planted fault (which must be found)."""
+    tool_path = "/usr/local/cuda/bin/compute-sanitizer"
+    results: dict[str, Any] = {}
+    for tool in TOOLS:
+        watch = [tool_path, f"--tool={tool}", "--kernel-name-exclude", "kernel_substring=at::native"]
+        script = [sys.executable, "-m", "tests.sanitize"]
+        _, planted = run(f"{tool} planted", [*watch, *script, "plant", tool])
+        code, found = run(tool, [*watch, *script, "exercise"], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        results[tool] = {"findings": findings(found), "planted_findings": findings(planted), "exit_code": code}
+    return results
+
+
+def findings(output: str) -> int:
+    """Number in the tool's closing line; -1 where it has none."""
+    summary = re.search(r"(?:ERROR|RACECHECK) SUMMARY: (\d+)", output)
+    return int(summary[1]) if summary else -1
+
+
+def command(name: str, scratch: Path, *arguments: str) -> dict[str, Any]:
+    """Run a zos command that writes JSON."""
+    report = scratch / f"{name.replace(' ', '_')}.json"
+    code, _ = run(name, [sys.executable, "-m", "zos", *arguments, "--json", str(report)])
+    return {"exit_code": code, **(json.loads(report.read_text()) if report.exists() else {})}
+
+
+def main() -> int:
+    """Run all parts and write the evidence; exit code 1 if any failed."""
+    import torch
+
+    evidence: dict[str, Any] = {
+        "kernels_sha256": kernels_sha256(),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "device": torch.cuda.get_device_name(),
+        "versions": {
+            "python": sys.version.split()[0],
+            "cuda": torch.version.cuda,
+            **{name: importlib.metadata.version(name) for name in ("torch", "cupy-cuda13x", "numba", "numpy")},
+        },
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        evidence["tests"] = tests(scratch)
+        bench = command("bench", scratch, "bench")
+        evidence["benchmarks"] = bench.get("rows", [])
+        evidence["parity"] = command("parity", scratch, "parity", "--device", "cuda", "--cases", str(PARITY_CASES))
+        replay = ("replay", "--device", "cuda")
+        evidence["replay_checked"] = command("replay checked", scratch, *replay, SAMPLE_TRACE, "--check", "every")
+        evidence["replay"] = command("replay", scratch, *replay, FULL_TRACE or SAMPLE_TRACE, "--check", "off")
+        evidence["sanitizer"] = sanitizer()
+    good = (
+        evidence["tests"]["exit_code"] == bench["exit_code"] == evidence["parity"]["exit_code"] == 0
+        and evidence["replay"]["exit_code"] == evidence["replay_checked"]["exit_code"] == 0
+        and evidence["tests"]["skipped"] == 0
+        and all(tool["findings"] == 0 and tool["planted_findings"] > 0 for tool in evidence["sanitizer"].values())
+    )
+    target = Path(os.environ.get("OUT", ROOT / "docs" / "evidence")) / "h200.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(json.dumps(evidence, indent=1) + "\n")
+    for r in evidence["benchmarks"]:
+        print(f"{r['bench']:28} {r['variant']:22} {r['size']:6} {r['median_us']:8.2f} {r['reference']:14} {r['ratio']:6.2f}")
+    print(json.dumps({key: value for key, value in evidence.items() if key != "benchmarks"}, indent=1))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

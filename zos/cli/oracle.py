@@ -1,0 +1,255 @@
+"""The oracle: what prepare and commit must do, in plain Python from DESIGN's text; it judges the fast paths.
+
+Slow, scalar and complete; it shares no code with the paths that it judges, and NumPy only holds the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from zos.cli.oracle_table import (
+    CHUNK_NOT_KEPT_WHOLE,
+    CHUNK_PAST_PROMPT_END,
+    FINISHED,
+    LIVE,
+    NUM_KEPT_RANGE,
+    PAUSED,
+    POSITION_OVERFLOW,
+    Q_START_NEGATIVE,
+    SEQLEN_Q_RANGE,
+    VALID_START_NEGATIVE,
+    VALID_START_PAST_Q_START,
+    OracleTable,
+)
+
+LARGEST_POSITION = 2**31 - 1
+
+
+class Oracle(OracleTable):
+    """A table of sequences with the operators of the service.
+
+    Parameters
+    ----------
+    capacity : int
+        Number of states.
+    window, ring, tokens_per_step : int
+        W, R and Q.
+    compression : sequence of (ratio, entries)
+        Compression rings whose outputs are wanted.
+    max_prefill_tokens : int
+        Chunk length that a chunk_q of 0 stands for.
+    carry_tokens : bool
+        Whether the table holds the next step's input ids.
+
+    Examples
+    --------
+    >>> oracle = Oracle(4, window=128, ring=134, tokens_per_step=6)
+    >>> oracle.admit(3, q_start=1000)
+    >>> oracle.prepare([3])["kv_swa_index_offset_len"][0].tolist()
+    [471, 128]
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        window: int,
+        ring: int,
+        tokens_per_step: int,
+        compression: Sequence[tuple[int, int]] = (),
+        max_prefill_tokens: int = 8192,
+        carry_tokens: bool = False,
+    ) -> None:
+        super().__init__(capacity, tokens_per_step, max_prefill_tokens, carry_tokens)
+        self.window = window
+        self.ring = ring
+        self.compression = tuple(compression)
+
+    # ---- prepare -------------------------------------------------------------------------------------------
+
+    def prepare(
+        self, state_ids: Iterable[int], token_layout: str = "packed", max_tokens: int | None = None
+    ) -> dict[str, np.ndarray]:
+        """Metadata of a batch.
+
+        Parameters
+        ----------
+        state_ids : iterable of int
+            The state of each row, -1 for padding.
+        token_layout : {"packed", "strided"}
+            Where a row's tokens stand.
+        max_tokens : int, optional
+            T of a packed batch. Default: B * Q.
+
+        Returns
+        -------
+        dict of str to numpy.ndarray
+            DecodeMetadata's outputs by name, "tickets", "compression_write_slot[r]", "compression_index[r]".
+        """
+        ids = [int(state_id) for state_id in state_ids]
+        places = len(ids) * self.tokens_per_step if max_tokens is None else max_tokens
+        out = self._padding(len(ids), places)
+        before = 0  # token places of the rows before this one, deferred rows included
+        for row, state_id in enumerate(ids):
+            taken, error, value = self._examine(state_id)
+            first = before
+            before += taken if token_layout == "packed" else self.tokens_per_step
+            out["cu_seqlens_q"][row + 1] = min(before, places)
+            if error:
+                self._record_error(self.records[state_id], error, value)
+            elif taken > 0 and first + taken > places:
+                self.counters["deferred"] += 1
+            elif taken > 0:
+                self._write_row(out, row, state_id, first, len(ids))
+        return out
+
+    def _examine(self, state_id: int) -> tuple[int, int, int]:
+        """(token places, error code, offending value) of a row; a padding row takes no place."""
+        if not 0 <= state_id < len(self.records):
+            return 0, 0, 0
+        record = self.records[state_id]
+        q, q_start, valid_start = record["seqlen_q"], record["q_start"], record["swa_valid_start"]
+        prefilling = q_start < record["prompt_end"]
+        if record["phase"] != LIVE or q == 0 or (prefilling and q > self.tokens_per_step):
+            return 0, 0, 0
+        if not 0 <= q <= self.tokens_per_step:
+            return 0, SEQLEN_Q_RANGE, q
+        if q_start < 0:
+            return q, Q_START_NEGATIVE, q_start
+        if valid_start < 0:
+            return q, VALID_START_NEGATIVE, valid_start
+        if valid_start > q_start:
+            return q, VALID_START_PAST_Q_START, valid_start
+        if q_start + q > LARGEST_POSITION:
+            return q, POSITION_OVERFLOW, q_start
+        if prefilling and q_start + q > record["prompt_end"]:
+            return q, CHUNK_PAST_PROMPT_END, q
+        return q, 0, 0
+
+    def _padding(self, rows: int, places: int) -> dict[str, np.ndarray]:
+        """Make the outputs of a batch without a live row."""
+
+        def pad(value: int, *shape: int, dtype: Any = np.int32) -> np.ndarray:
+            return np.full(shape, value, dtype)
+
+        out = {
+            "kv_swa_index_offset_len": pad(0, places, 2),
+            "kv_swa_index": pad(-1, places, self.window),
+            "kv_swa_full_index_pivots": pad(0, places, 4),
+            "swa_len": pad(0, places),
+            "positions": pad(0, places, dtype=np.int64),
+            "swa_write_slot": pad(-1, places, dtype=np.int64),
+            "token_row": pad(-1, places),
+            "token_state_id": pad(-1, places),
+            "cu_seqlens_q": pad(0, rows + 1),
+            "seqlens_q": pad(0, rows),
+            "seqlens_k": pad(0, rows),
+            "num_tokens": pad(0, 1),
+            "tickets": np.array([[-1, 0, 0, 0]] * rows, np.int32).reshape(rows, 4),
+        }
+        if self.token_ids is not None:
+            out["input_ids"] = pad(0, places, dtype=np.int64)
+        for ratio, _ in self.compression:
+            out[f"compression_write_slot[{ratio}]"] = pad(-1, places, dtype=np.int64)
+            out[f"compression_index[{ratio}]"] = pad(-1, places, dtype=np.int64)
+        return out
+
+    def _write_row(self, out: dict[str, np.ndarray], row: int, state_id: int, first: int, rows: int) -> None:
+        """Write a live row: `first` is its first token place, `rows` the batch's B."""
+        record = self.records[state_id]
+        q, q_start, window, ring = record["seqlen_q"], record["q_start"], self.window, self.ring
+        prefilling = q_start < record["prompt_end"]
+        out["seqlens_q"][row] = q
+        out["seqlens_k"][row] = q_start + q
+        out["tickets"][row] = (state_id, record["generation"], q_start, q)
+        out["num_tokens"][0] += q
+        for j in range(q):
+            place, p = first + j, q_start + j
+            lo = max(p - window + 1, record["swa_valid_start"], 0)  # oldest visible position
+            length = p - lo + 1
+            out["kv_swa_index_offset_len"][place] = (state_id * ring + lo % ring, length)
+            out["kv_swa_index"][place, :length] = [state_id * ring + (lo + k) % ring for k in range(length)]
+            # Section 1 holds each row's positions q_start - W … q_start - 1, section 2 the step's own tokens.
+            skipped = min(lo, q_start) - (q_start - window)  # rows of section 1 before the first visible one
+            hidden = max(0, lo - q_start)  # rows of section 2 before it
+            out["kv_swa_full_index_pivots"][place] = (
+                row * window + skipped, window - skipped, rows * window + first + hidden, j - hidden + 1,
+            )  # fmt: skip
+            out["swa_len"][place] = length
+            out["positions"][place] = p
+            if self.token_ids is not None:
+                out["input_ids"][place] = 0 if prefilling else self.token_ids[state_id][j]
+            out["swa_write_slot"][place] = state_id * ring + p % ring if j >= q - ring else -1
+            out["token_row"][place] = row
+            out["token_state_id"][place] = state_id
+            for ratio, entries in self.compression:
+                slot = state_id * entries + p % entries if j >= q - entries else -1
+                emits = (p + 1) % ratio == 0 and p >= record["kv_cached_end"]
+                out[f"compression_write_slot[{ratio}]"][place] = slot
+                out[f"compression_index[{ratio}]"][place] = p // ratio if emits else -1
+
+    # ---- commit --------------------------------------------------------------------------------------------
+
+    def commit(
+        self,
+        tickets: Iterable[Sequence[int]],
+        num_kept: Iterable[int],
+        finished: Iterable[bool] | None = None,
+        next_tokens: Iterable[Sequence[int]] | None = None,
+    ) -> None:
+        """Move the ticketed sequences on by what was kept.
+
+        Parameters
+        ----------
+        tickets : iterable of (state_id, generation, q_start, seqlen_q)
+            What a prepare recorded, by row.
+        num_kept : iterable of int
+            Tokens kept by row, 0 for no result.
+        finished : iterable of bool, optional
+            Rows whose sequence ends here.
+        next_tokens : iterable of sequences of int, optional
+            Q input ids by row.
+        """
+        ends = None if finished is None else list(finished)
+        tokens = None if next_tokens is None else list(next_tokens)
+        for row, (ticket, kept) in enumerate(zip(tickets, num_kept, strict=True)):
+            state_id, generation, q_start, q = (int(word) for word in ticket)
+            if state_id < 0 or q <= 0:
+                continue
+            record = self.records[state_id]
+            if record["generation"] != generation or record["phase"] not in (LIVE, PAUSED):
+                self.counters["stale"] += 1
+            elif record["q_start"] != q_start:
+                self.counters["duplicate"] += 1
+            else:
+                ends_here = ends is not None and bool(ends[row])
+                self._commit_row(state_id, q, int(kept), ends_here, None if tokens is None else tokens[row])
+
+    def _commit_row(self, state_id: int, q: int, kept: int, ends: bool, tokens: Sequence[int] | None) -> None:
+        record = self.records[state_id]
+        q_start, stop_at = record["q_start"], record["stop_at"]
+        prefilling = q_start < record["prompt_end"]
+        if prefilling:
+            kept = q
+        elif q > self.tokens_per_step:
+            if kept != q:
+                return self._fail(record, CHUNK_NOT_KEPT_WHOLE, kept)
+        elif kept == 0:
+            return None
+        elif not 0 < kept <= q:
+            return self._fail(record, NUM_KEPT_RANGE, kept)
+        if stop_at > 0:
+            kept = max(0, min(kept, stop_at - q_start))
+        record["head"] = max(record["head"], q_start + q)
+        record["q_start"] = q_start + kept
+        prompt_complete = record["q_start"] >= record["prompt_end"]
+        if prefilling:
+            record["seqlen_q"] = self._next_seqlen_q(record)
+        if prompt_complete and tokens is not None:
+            self._set_tokens(state_id, tokens)
+        if (prompt_complete and ends) or 0 < stop_at <= record["q_start"]:
+            record["phase"] = FINISHED
+        return None

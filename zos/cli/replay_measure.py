@@ -1,0 +1,170 @@
+"""The replay's meters of metadata time, launches and waits: the host's clock on the CPU, torch's profiler on a GPU."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType
+from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity, profile
+
+import zos.ops
+from zos.metadata import DecodeMetadata
+from zos.service import MetadataService
+
+FIRST_PROFILED = 32  # step, from 0: what a first step loads is over by then
+STEPS_PROFILED = 256  # a profiler slows the host, so the rest of the run is spared
+SPAN = "zos replay"
+WAIT = "Synchronize"  # in the name of every CUDA call that waits: of a device, a stream, an event
+LAST_KERNEL = "commit"  # of the metadata kernels of a step
+
+
+class Meter:
+    """What a replay measures of its steps; None or empty where nothing was measured.
+
+    Attributes
+    ----------
+    what : str
+        What `metadata_us` is the time of.
+    first : int
+        Step that the first of `metadata_us` belongs to.
+    metadata_us : list of float
+        Time that the metadata of a step took, by step.
+    launches_per_step : float or None
+        Launches of prepare, commit and edits.
+    step_launches_per_step : float or None
+        Launches of everything else on the device, the acceptance model above all.
+    waits_per_step : float or None
+        Calls in which the host waits for the device.
+    """
+
+    what = ""
+
+    def __init__(self) -> None:
+        self.first = 0
+        self.metadata_us: list[float] = []
+        self.launches_per_step: float | None = None
+        self.step_launches_per_step: float | None = None
+        self.waits_per_step: float | None = None
+
+    def before_step(self, step: int) -> None:
+        """Call it before everything that belongs to step `step`, from 0."""
+
+    def after_step(self) -> None:
+        """Call it when the step is launched."""
+
+    def finish(self, steps: int) -> None:
+        """Call it when all steps are over; `steps` is their number."""
+
+
+class ClockedService(MetadataService):
+    """A service on the CPU that clocks and counts its operators, with all that the service does around them."""
+
+    launches = 0  # operators run so far
+    metadata_us = 0.0  # time spent in them
+
+    def flush(self) -> None:
+        """Clocked when there is anything to apply."""
+        if self._edits:
+            begin = time.perf_counter()
+            super().flush()
+            self._count(begin)
+
+    def prepare(self, slot: int = 0) -> DecodeMetadata:
+        """Clocked; the flush counts on its own."""
+        self.flush()
+        begin = time.perf_counter()
+        metadata: DecodeMetadata = super().prepare(slot)
+        self._count(begin)
+        return metadata
+
+    def commit(self, *arguments: Any, **named: Any) -> None:
+        """Clocked."""
+        begin = time.perf_counter()
+        super().commit(*arguments, **named)
+        self._count(begin)
+
+    def _count(self, begin: float) -> None:
+        self.metadata_us += (time.perf_counter() - begin) * 1e6
+        self.launches += 1
+
+
+class HostClock(Meter):
+    """Reads a ClockedService around each step."""
+
+    what = "host time of edits, prepare and commit"
+
+    def __init__(self, service: ClockedService) -> None:
+        super().__init__()
+        self._service = service
+        self._us = 0.0
+        self._launches = service.launches
+
+    def before_step(self, step: int) -> None:
+        """Remember the clock."""
+        self._us = self._service.metadata_us
+
+    def after_step(self) -> None:
+        """Read it."""
+        self.metadata_us.append(self._service.metadata_us - self._us)
+
+    def finish(self, steps: int) -> None:
+        """Divide."""
+        if steps:
+            self.launches_per_step = (self._service.launches - self._launches) / steps
+
+
+class ProfiledSteps(Meter):
+    """Lets torch's profiler watch a window of the run; the steps before and after it run unobserved."""
+
+    what = "kernel time of edits, prepare and commit, by torch's profiler"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = FIRST_PROFILED
+        self._profile: Any = None
+        self._span: Any = None
+        self._steps = 0
+
+    def before_step(self, step: int) -> None:
+        """Open or close the window when it is time to."""
+        if step == self.first:
+            torch.cuda.synchronize()
+            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self._profile.start()
+            self._span = record_function(SPAN)
+            self._span.__enter__()
+        elif step == self.first + STEPS_PROFILED:
+            self._close(step)
+
+    def finish(self, steps: int) -> None:
+        """Close the window, if it is still open, and read what was seen."""
+        self._close(steps)
+        if not self._steps:
+            return
+        events = self._profile.events()
+        span = next(e.time_range for e in events if e.name == SPAN and e.device_type == DeviceType.CPU)
+        waits = [e for e in events if WAIT in e.name and span.start <= e.time_range.start < span.end]
+        kernels = [e for e in events if e.device_type == DeviceType.CUDA and e.name != SPAN]
+        kernels.sort(key=lambda kernel: kernel.time_range.start)
+        names = {kernel.name for kernel in zos.ops.KERNELS}
+        own = [kernel for kernel in kernels if kernel.name in names]
+        self.waits_per_step = len(waits) / self._steps
+        self.launches_per_step = len(own) / self._steps
+        self.step_launches_per_step = (len(kernels) - len(own)) / self._steps
+        total = 0.0
+        for kernel in own:
+            total += kernel.time_range.elapsed_us()
+            if kernel.name == LAST_KERNEL:
+                self.metadata_us.append(total)
+                total = 0.0
+
+    def _close(self, step: int) -> None:
+        if self._profile is None or self._steps:
+            return
+        self._span.__exit__(None, None, None)
+        torch.cuda.synchronize()
+        self._profile.stop()
+        self._steps = step - self.first
