@@ -10,14 +10,10 @@ import torch
 from device_kernels.module import Kernel, divisor, pointer
 
 WARP = 32
-MAX_WARPS = 32
 MAX_COMPRESSIONS = 16
 VECTOR_BYTES = 16
-FULL_DEVICE_BLOCKS = 128
-MAX_ROWS = 16  # rows of a block
-MAX_ROW_WARPS = 16  # warps of a block, all its rows together; more leave too few registers for a second block
 ROWS_PER_CHUNK = 256  # rows summed by one block of sum_row_places
-ONE_LAUNCH_ROWS = 1024  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
+ONE_LAUNCH_ROWS = 2048  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
 
 LAYOUT = "21P" + "q" + "9i" + "iIi" * (1 + 2 * MAX_COMPRESSIONS)
 _PREPARE = Kernel("decode_metadata", "prepare_v4_decode_metadata", LAYOUT)
@@ -37,13 +33,16 @@ class Grid(NamedTuple):
     warps: int
 
 
-def choose_grid(num_rows: int, tokens_per_step: int) -> Grid:
-    """Layout for a batch (measured on an H200, docs/performance.md): about one block a multiprocessor, up to `MAX_ROWS` rows each.
+# (largest batch, grid): the fastest of those tried on an H200 (docs/performance.md). First about one block a multiprocessor with
+# a warp for each token's indices and one for the scalars; then fewer, larger blocks, so that a single wave of them covers the batch.
+_GRIDS = ((128, Grid(1, 7)), (256, Grid(2, 7)), (512, Grid(4, 4)), (1024, Grid(8, 4)), (2048, Grid(8, 2)))
+_LARGEST_GRID = Grid(16, 1)
 
-    While the device is not full a row gets a warp for each token's indices and one for the scalars; then fewer, in the end one.
-    """
-    rows = min(MAX_ROWS, max(1, num_rows // FULL_DEVICE_BLOCKS))
-    return Grid(rows, max(1, min(tokens_per_step + 1, MAX_ROW_WARPS // rows)))
+
+def choose_grid(num_rows: int, tokens_per_step: int) -> Grid:
+    """Layout of the launch for a batch."""
+    rows, warps = next((grid for most, grid in _GRIDS if num_rows <= most), _LARGEST_GRID)
+    return Grid(rows, min(warps, tokens_per_step + 1))
 
 
 def bind_prepare_v4_decode_metadata(

@@ -3,20 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-INT32_LARGEST = 2**31 - 1
-
-
-def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> int:
-    """Return `value` as an int; raise ValueError naming the argument unless it is a whole number in low … high (inclusive)."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value!r} is not a whole number")
-    number: int = value.__index__()
-    if not low <= number <= high:
-        raise ValueError(f"{name}={number} is outside {low} … {high}")
-    return number
-
+from zos.arguments import whole_number
 
 @dataclass(frozen=True)
 class RingGeometry:

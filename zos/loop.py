@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from zos.geometry import whole_number
+from zos.arguments import whole_number
 from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
 

@@ -31,7 +31,7 @@ import host_fallback.commit
 import host_fallback.decode_metadata
 import host_fallback.table_edits
 from device_kernels.decode_metadata import MAX_COMPRESSIONS, chunk_count
-from zos.geometry import INT32_LARGEST
+from zos.arguments import INT32_LARGEST
 from zos.table import RECORD_WORDS
 
 EDIT_WORDS = 16

@@ -120,9 +120,7 @@ def tamper(rng: np.random.Generator, setup: Setup, records: np.ndarray) -> np.nd
 def random_batch(rng: np.random.Generator, setup: Setup) -> Batch:
     """Make any number of rows up to max_batch, padding anywhere, with or without a token budget."""
     step, most = setup.geometry.tokens_per_step, setup.max_batch
-    rows = int(
-        rng.choice([rng.integers(0, min(most, 9)), rng.integers(1, most + 1), most], p=[0.2, 0.7, 0.1])
-    )
+    rows = _one_of(rng, rng.integers(0, min(most, 9)), *rng.integers(1, most + 1, 7), most)
     ids = rng.permutation(setup.capacity)[:rows].astype(np.int32)
     ids[rng.random(rows) < rng.choice([0.0, 0.1, 0.5])] = -1
     foreign = ids.copy()
@@ -174,32 +172,20 @@ def forge_tickets(
 
 def random_edits(rng: np.random.Generator, setup: Setup) -> list[Edit]:
     """Make calls for service and oracle; several may concern one state, in order."""
+    step, longest = setup.geometry.tokens_per_step, setup.max_prefill_tokens
     edits: list[Edit] = []
-    step, longest = (
-        setup.geometry.tokens_per_step,
-        max(setup.geometry.tokens_per_step, setup.max_prefill_tokens),
-    )
     for _ in range(rng.integers(1, 2 + setup.capacity // 8)):
         state_id = int(rng.integers(0, setup.capacity))
-        kind = rng.choice(["admit", "reset", "pause", "resume", "set_seqlen_q", "set_valid_start"])
+        kind = str(rng.choice(["admit", "reset", "pause", "resume", "set_seqlen_q", "set_valid_start"]))
         if kind == "admit":
             edits += [("release", (state_id,), {}), ("admit", (state_id,), _admission(rng, setup))]
-        elif kind == "reset":
-            edits.append(
-                (kind, (state_id, int(rng.choice([0, rng.integers(1, LONGEST_RESET_PROMPT + 1)]))), {})
-            )
-        elif kind == "set_seqlen_q":
-            edits.append(
-                (
-                    kind,
-                    (state_id, int(rng.choice([rng.integers(0, step + 1), rng.integers(0, longest + 1)]))),
-                    {},
-                )
-            )
-        elif kind == "set_valid_start":
-            edits.append((kind, (state_id, int(_positions(rng, setup, 1)[0].clip(0))), {}))
-        else:
-            edits.append((kind, (state_id,), {}))
+            continue
+        values = {
+            "reset": [_one_of(rng, 0, rng.integers(1, LONGEST_RESET_PROMPT + 1))],
+            "set_seqlen_q": [_one_of(rng, rng.integers(0, step + 1), rng.integers(0, longest + 1))],
+            "set_valid_start": [int(_positions(rng, setup, 1)[0].clip(0))],
+        }
+        edits.append((kind, (state_id, *values.get(kind, [])), {}))
     return edits
 
 
@@ -207,22 +193,19 @@ def _admission(rng: np.random.Generator, setup: Setup) -> dict[str, Any]:
     """Make keywords of an admit that the service accepts."""
     step = setup.geometry.tokens_per_step
     q_start = int(_positions(rng, setup, 1)[0].clip(0, LARGEST_POSITION - step))
-    prompt_end = int(rng.choice([0, min(q_start + rng.integers(1, 5 * step), LARGEST_POSITION)]))
-    ends = max(q_start + 1, prompt_end, LONGEST_RESET_PROMPT) + rng.integers(0, step)
-    most = prompt_end - q_start if q_start < prompt_end else step
-    tokens = _tokens(rng, (int(rng.integers(0, step + 1)),)).tolist() if setup.carry_tokens else None
+    prompt_end = _one_of(rng, 0, min(q_start + int(rng.integers(1, 5 * step)), LARGEST_POSITION))
+    ends = max(q_start + 1, prompt_end, LONGEST_RESET_PROMPT) + int(rng.integers(0, step))
+    most = min(prompt_end - q_start, setup.max_prefill_tokens) if q_start < prompt_end else step
     return {
         "q_start": q_start,
-        "seqlen_q": None
-        if rng.random() < 0.5
-        else int(rng.integers(0, min(most, setup.max_prefill_tokens) + 1)),
-        "swa_valid_start": int(rng.choice([0, rng.integers(max(0, q_start - 200), q_start + 1)])),
-        "stop_at": int(rng.choice([0, min(ends, LARGEST_POSITION)])),
+        "seqlen_q": int(rng.integers(0, most + 1)) if rng.random() < 0.5 else None,
+        "swa_valid_start": _one_of(rng, 0, rng.integers(max(0, q_start - 200), q_start + 1)),
+        "stop_at": _one_of(rng, 0, min(ends, LARGEST_POSITION)),
         "prompt_end": prompt_end,
         "chunk_q": int(rng.integers(0, setup.max_prefill_tokens + 1)),
         "decode_q": int(rng.integers(0, step + 1)),
-        "kv_cached_end": int(rng.choice([0, q_start, INT32.max])),
-        "tokens": tokens,
+        "kv_cached_end": _one_of(rng, 0, q_start, INT32.max),
+        "tokens": _tokens(rng, (int(rng.integers(0, step + 1)),)).tolist() if setup.carry_tokens else None,
     }
 
 
@@ -254,6 +237,10 @@ def _mix(rng: np.random.Generator, choices: list[tuple[int, Any]]) -> np.ndarray
     columns = np.broadcast_arrays(*values)
     kinds = rng.choice(len(columns), columns[0].shape, p=np.array(weights) / sum(weights))
     return np.choose(kinds, columns)
+
+
+def _one_of(rng: np.random.Generator, *choices: int | np.integer[Any]) -> int:
+    return int(choices[rng.integers(len(choices))])
 
 
 def _tokens(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:

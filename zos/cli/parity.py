@@ -24,8 +24,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "parity",
         help="compare the paths of the service with the oracle and each other on random cases",
-        description="Compare every path of the service that this machine has with the oracle and each other, "
-        "bit for bit, on random tables, batches, results and edits. A case is one batch row. Exit 1 on a mismatch.",
+        description="Compare every path that this machine has with the oracle and each other, bit for bit, "
+        "on random tables, batches, results and edits. A case is a batch row. Exit code 1 if any differs.",
     )
     parser.add_argument(
         "--cases", type=_positive, help=f"stop after so many cases (default {DEFAULT_CASES:,})"

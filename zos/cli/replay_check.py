@@ -8,15 +8,13 @@ import numpy as np
 import torch
 
 from zos.cli.acceptance import AcceptanceModel
-from zos.cli.compare import first_mismatch, metadata_arrays
+from zos.cli.compare import first_mismatch, metadata_arrays, poison
 from zos.cli.oracle import Oracle
 from zos.cli.replay_schedule import Scheduler
 from zos.loop import DecodeLoop
-from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
 from zos.table import COLUMNS
 
-POISON = -7  # no output may hold it: an element that a prepare leaves unwritten shows
 EXAMPLES_KEPT = 10
 
 
@@ -74,10 +72,10 @@ class StepChecker:
         self.examples: list[str] = []
 
     def before_step(self) -> None:
-        """Apply what is staged, remember the records, poison the outputs."""
+        """Apply what is staged, remember the records, poison the outputs, so that one left unwritten shows."""
         self._service.flush()
         self._before = self._records(self._service)
-        _poison(self._loop.metadata)
+        poison(self._loop.metadata)
 
     def after_step(self) -> None:
         """Compare the step with the oracle, the twin, and (after the scheduler's `end_step`) the prediction."""
@@ -139,10 +137,3 @@ class StepChecker:
 
     def _records(self, service: MetadataService) -> np.ndarray:
         return service.table.records.cpu().numpy().copy()
-
-
-def _poison(metadata: DecodeMetadata) -> None:
-    for value in vars(metadata).values():
-        for tensor in value.values() if isinstance(value, dict) else (value,):
-            if isinstance(tensor, torch.Tensor) and tensor is not metadata.state_ids:
-                tensor.fill_(POISON)

@@ -65,7 +65,7 @@ class Report:
         }
 
     def table(self) -> str:
-        """The figures as aligned text."""
+        """Return the figures as aligned text."""
         s = self.summary()
         times = s["metadata_us"]
         metadata, waits, checked = (

@@ -1,0 +1,164 @@
+"""SequenceEdits: the calls that admit, change and release sequences; each is checked on the host and stages one edit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from zos.arguments import whole_number
+from zos.edits import Edit, StagedEdits
+from zos.geometry import RingGeometry
+from zos.table import SequenceTable
+
+
+class SequenceEdits:
+    """What a service lets the host say about single sequences.
+
+    Parameters
+    ----------
+    table : SequenceTable
+        The records that the edits change.
+    edits : StagedEdits
+        Where they wait for the next flush.
+    geometry : RingGeometry
+        Tokens per step.
+    max_prefill_tokens : int
+        Tokens of a prefill step.
+    """
+
+    def __init__(
+        self, table: SequenceTable, edits: StagedEdits, geometry: RingGeometry, max_prefill_tokens: int
+    ) -> None:
+        self.table = table
+        self.geometry = geometry
+        self.max_prefill_tokens = max_prefill_tokens
+        self._edits = edits
+        self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
+
+    def admit(
+        self,
+        state_id: int,
+        q_start: int = 0,
+        seqlen_q: int | None = None,
+        *,
+        swa_valid_start: int = 0,
+        stop_at: int = 0,
+        prompt_end: int = 0,
+        chunk_q: int = 0,
+        decode_q: int = 0,
+        kv_cached_end: int = 0,
+        tokens: Sequence[int] | None = None,
+    ) -> None:
+        """Put a sequence into a free state; it is LIVE from the next flush on.
+
+        Parameters
+        ----------
+        state_id : int
+            A state not in use.
+        q_start : int
+            Number of tokens whose KV is final: the position of the next query.
+        seqlen_q : int, optional
+            Tokens wanted in the next step. Default: the next chunk while q_start < prompt_end, else decode_q.
+        swa_valid_start : int
+            Ring positions below it are missing; 0 … q_start.
+        stop_at : int
+            Length at which the sequence finishes, 0 for none.
+        prompt_end, chunk_q : int
+            The sequence prefills up to prompt_end in chunks of chunk_q (0: max_prefill_tokens).
+        decode_q : int
+            Tokens of its decode steps (0: tokens per step).
+        kv_cached_end : int
+            Compressed entries of tokens below it exist already and are not emitted again.
+        tokens : sequence of int, optional
+            Input ids of its next step, with carry_tokens; missing ones are 0.
+
+        Raises
+        ------
+        ValueError, IndexError
+            The state is in use, or a value breaks a rule; nothing is staged.
+        """
+        state_id = self._state_id(state_id)
+        if state_id in self._stop_at:
+            raise ValueError(f"state_id={state_id} is in use: release it first")
+        step, limit = self.geometry.tokens_per_step, self.max_prefill_tokens
+        q_start = whole_number("q_start", q_start, 0)
+        swa_valid_start = whole_number("swa_valid_start", swa_valid_start, 0)
+        if swa_valid_start > q_start:
+            raise ValueError(f"swa_valid_start={swa_valid_start} exceeds q_start={q_start} of state_id {state_id}")
+        prompt_end = whole_number("prompt_end", prompt_end, 0)
+        stop_at = whole_number("stop_at", stop_at, 0)
+        _check_stop(state_id, stop_at, q_start, prompt_end)
+        chunk_q = whole_number("chunk_q", chunk_q, 0, limit)
+        decode_q = whole_number("decode_q", decode_q, 0, step)
+        kv_cached_end = whole_number("kv_cached_end", kv_cached_end, 0)
+        if seqlen_q is None:
+            seqlen_q = min(chunk_q or limit, prompt_end - q_start) if q_start < prompt_end else decode_q or step
+        seqlen_q = whole_number("seqlen_q", seqlen_q, 0, max(step, limit))
+        whole_number("q_start + seqlen_q", q_start + seqlen_q, 0)
+        if q_start < prompt_end < q_start + seqlen_q:
+            raise ValueError(
+                f"seqlen_q={seqlen_q} from q_start={q_start} reaches past prompt_end={prompt_end} of state_id {state_id}"
+            )
+        ids = self._token_ids(tokens)
+        self._stop_at[state_id] = stop_at
+        self._edits.stage(
+            state_id, Edit.ADMIT, seqlen_q, q_start, prompt_end, swa_valid_start, kv_cached_end, stop_at, chunk_q, decode_q,
+            tokens=ids,
+        )  # fmt: skip
+
+    def set_seqlen_q(self, state_id: int, seqlen_q: int) -> None:
+        """Set the tokens wanted in the state's next step (0 … max_prefill_tokens or tokens per step); never revives it."""
+        state_id = self._state_in_use(state_id)
+        most = max(self.geometry.tokens_per_step, self.max_prefill_tokens)
+        self._edits.stage(state_id, Edit.SET_SEQLEN_Q, whole_number("seqlen_q", seqlen_q, 0, most))
+
+    def set_valid_start(self, state_id: int, swa_valid_start: int) -> None:
+        """Declare ring positions below `swa_valid_start` missing; past q_start it becomes an error of the state at prepare."""
+        state_id = self._state_in_use(state_id)
+        self._edits.stage(state_id, Edit.SET_VALID_START, whole_number("swa_valid_start", swa_valid_start, 0))
+
+    def pause(self, state_id: int) -> None:
+        """LIVE -> PAUSED: no longer prepared; outstanding results still count and seqlen_q stays."""
+        self._edits.stage(self._state_in_use(state_id), Edit.PAUSE)
+
+    def resume(self, state_id: int) -> None:
+        """PAUSED -> LIVE."""
+        self._edits.stage(self._state_in_use(state_id), Edit.RESUME)
+
+    def reset(self, state_id: int, prompt_end: int = 0) -> None:
+        """Start the sequence over: LIVE, PAUSED or ERROR -> LIVE at position 0; results still outstanding are dropped."""
+        state_id = self._state_in_use(state_id)
+        prompt_end = whole_number("prompt_end", prompt_end, 0)
+        _check_stop(state_id, self._stop_at[state_id], 0, prompt_end)
+        self._edits.stage(state_id, Edit.RESET, prompt_end)
+
+    def release(self, state_id: int) -> None:
+        """Give the state back: -> FREE; results still outstanding are dropped."""
+        state_id = self._state_in_use(state_id)
+        self._edits.stage(state_id, Edit.RELEASE)
+        del self._stop_at[state_id]
+
+    def _state_id(self, state_id: int) -> int:
+        if not 0 <= whole_number("state_id", state_id, -(2**31)) < self.table.capacity:
+            raise IndexError(f"state_id={state_id} is outside 0 … {self.table.capacity - 1}")
+        return int(state_id)
+
+    def _state_in_use(self, state_id: int) -> int:
+        if self._state_id(state_id) not in self._stop_at:
+            raise ValueError(f"state_id={state_id} is not in use: admit it first")
+        return int(state_id)
+
+    def _token_ids(self, tokens: Sequence[int] | None) -> list[int] | None:
+        if tokens is None:
+            return None
+        if self.table.token_ids is None:
+            raise ValueError("tokens given, but the table carries no tokens (carry_tokens=False)")
+        if len(tokens) > self.geometry.tokens_per_step:
+            raise ValueError(f"tokens has {len(tokens)} ids, more than tokens per step {self.geometry.tokens_per_step}")
+        return [whole_number("tokens", token, -(2**63), 2**63 - 1) for token in tokens]
+
+
+def _check_stop(state_id: int, stop_at: int, q_start: int, prompt_end: int) -> None:
+    if 0 < stop_at <= q_start:
+        raise ValueError(f"stop_at={stop_at} must exceed q_start={q_start} of state_id {state_id}")
+    if 0 < stop_at < prompt_end:
+        raise ValueError(f"stop_at={stop_at} must not be below prompt_end={prompt_end} of state_id {state_id}")
