@@ -33,8 +33,8 @@ class Grid(NamedTuple):
     warps: int
 
 
-# (largest batch, grid): the fastest of those tried on an H200 (docs/performance.md). First about one block a multiprocessor with
-# a warp for each token's indices and one for the scalars; then fewer, larger blocks, so that a single wave of them covers the batch.
+# (largest batch, grid): the fastest of those tried on an H200 (docs/performance.md). First about one block a multiprocessor,
+# with a warp for each token's indices and one for the scalars; then larger blocks, so that a single wave covers the batch.
 _GRIDS = ((128, Grid(1, 7)), (256, Grid(2, 7)), (512, Grid(4, 4)), (1024, Grid(8, 4)), (2048, Grid(8, 2)))
 _LARGEST_GRID = Grid(16, 1)
 

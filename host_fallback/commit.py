@@ -13,7 +13,9 @@ _NO_TOKENS = np.zeros((0, 0), np.int64)
 
 
 @njit(cache=True, error_model="numpy")
-def _commit(records, token_ids, tickets, num_kept, finished, next_tokens, counters, tokens_per_step, max_prefill_tokens):
+def _commit(
+    records, token_ids, tickets, num_kept, finished, next_tokens, counters, tokens_per_step, max_prefill_tokens
+):
     for row in range(tickets.shape[0]):
         state_id, generation, q_start, q = tickets[row, 0], tickets[row, 1], tickets[row, 2], tickets[row, 3]
         if q <= 0 or not 0 <= state_id < records.shape[0]:

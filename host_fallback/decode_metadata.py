@@ -40,7 +40,9 @@ def _fill(out, begin, end, value):
 
 
 @njit(cache=True, inline="always", error_model="numpy")
-def _write_row(row, state_id, places, first_place, num_rows, record, token_ids, token_outputs, compressions, window, ring):
+def _write_row(
+    row, state_id, places, first_place, num_rows, record, token_ids, token_outputs, compressions, window, ring
+):
     """Write the outputs of a live row's tokens at its token places."""
     (
         kv_swa_index_offset_len,

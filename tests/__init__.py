@@ -1,0 +1,1 @@
+"""Tests, their reference implementations, and the script that runs on a GPU."""

@@ -38,8 +38,14 @@ def run(name: str, command: list[str], **environment: str) -> tuple[int, str]:
     """Run one part; returns (exit code, output). What it prints is shown when it fails."""
     begin = time.monotonic()
     found = subprocess.run(
-        command, cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
-    )  # fmt: skip
+        command,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
     print(f"{name}: exit {found.returncode} after {time.monotonic() - begin:.0f} s", flush=True)
     if found.returncode:
         print(found.stdout[-4000:], flush=True)
@@ -116,7 +122,9 @@ def main() -> int:
     target.parent.mkdir(parents=True, exist_ok=True)
     target.write_text(json.dumps(evidence, indent=1) + "\n")
     for r in evidence["benchmarks"]:
-        print(f"{r['bench']:28} {r['variant']:22} {r['size']:6} {r['median_us']:8.2f} {r['reference']:14} {r['ratio']:6.2f}")
+        print(
+            f"{r['bench']:28} {r['variant']:22} {r['size']:6} {r['median_us']:8.2f} {r['reference']:14} {r['ratio']:6.2f}"
+        )
     print(json.dumps({key: value for key, value in evidence.items() if key != "benchmarks"}, indent=1))
     return 0 if good else 1
 

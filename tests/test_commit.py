@@ -112,7 +112,9 @@ def test_impossible_count_is_an_error(device: str, bad: int) -> None:
     assert svc.counters()["errors"] == 1
 
 
-@pytest.mark.parametrize(("stop_at", "count", "q_start", "phase"), [(13, 6, 13, 2), (16, 6, 16, 2), (17, 6, 16, 1), (11, 1, 11, 2)])
+@pytest.mark.parametrize(
+    ("stop_at", "count", "q_start", "phase"), [(13, 6, 13, 2), (16, 6, 16, 2), (17, 6, 16, 1), (11, 1, 11, 2)]
+)
 def test_stop_at(device: str, stop_at: int, count: int, q_start: int, phase: int) -> None:
     """A sequence ends exactly at stop_at, also in the middle of the kept tokens, and is padding from the next step on."""
     svc = service(device)

@@ -46,7 +46,9 @@ def test_golden(device: str, case: dict[str, Any]) -> None:
     arrays, expected = metadata_arrays(metadata), case["expect"]
     assert set(expected) == {*GOLDEN_KEYS, "load_plan", "compress2"}
     for key, name in GOLDEN_KEYS.items():
-        assert_bitwise_equal(arrays[name], np.array(expected[key], arrays[name].dtype).reshape(arrays[name].shape), name)
+        assert_bitwise_equal(
+            arrays[name], np.array(expected[key], arrays[name].dtype).reshape(arrays[name].shape), name
+        )
     for row, pairs in enumerate(expected["compress2"]):
         places = arrays["token_row"] == row
         actual = np.stack([arrays["compression_write_slot[2]"][places], arrays["compression_index[2]"][places]], 1)
@@ -81,7 +83,9 @@ def test_every_element_is_written(device: str, layout: str) -> None:
         assert not (array == POISON).any(), f"{name} has unwritten elements"
 
 
-@pytest.mark.parametrize(("window", "drafts", "ring"), [(1, 0, 1), (7, 3, 12), (128, 5, 133), (130, 16, 200), (4096, 1, 4097)])
+@pytest.mark.parametrize(
+    ("window", "drafts", "ring"), [(1, 0, 1), (7, 3, 12), (128, 5, 133), (130, 16, 200), (4096, 1, 4097)]
+)
 def test_visible_positions(device: str, window: int, drafts: int, ring: int, seed: int) -> None:
     """Map each slot back to the position it holds: every query sees max(p-W+1, valid_start, 0) … p and nothing else."""
     rng = np.random.default_rng(seed)
@@ -96,7 +100,11 @@ def test_visible_positions(device: str, window: int, drafts: int, ring: int, see
         for j in range(geometry.tokens_per_step):
             position = q_start + j
             seen = [held[slot - 2 * ring] for slot in metadata.kv_swa_index[j].tolist() if slot >= 0]
-            assert seen == list(range(max(position - window + 1, valid_start, 0), position + 1)), (q_start, j, valid_start)
+            assert seen == list(range(max(position - window + 1, valid_start, 0), position + 1)), (
+                q_start,
+                j,
+                valid_start,
+            )
         svc.release(2)
 
 
@@ -149,7 +157,10 @@ def test_row_in_error(
     assert first["tickets"][1].tolist() == [-1, 0, 0, 0]
     places = 4 if keeps_places else 0
     assert first["cu_seqlens_q"].tolist() == ([0, 4, 4 + places, 8 + places] if layout == "packed" else [0, 6, 12, 18])
-    assert (svc.table.error[5].item(), svc.table.error_value[5].item()) == (code, value if column != "prompt_end" else 4)
+    assert (svc.table.error[5].item(), svc.table.error_value[5].item()) == (
+        code,
+        value if column != "prompt_end" else 4,
+    )
     assert svc.counters()["errors"] == 1
     assert svc.table.phase[5].item() == zos.Phase.LIVE
 

@@ -140,7 +140,9 @@ def test_a09_rejected_drafts_leave_the_window(device: str) -> None:
     held = positions_in_ring(1007, 134)  # this step writes 1001 … 1006 before it attends
     for j in range(6):
         position = 1001 + j
-        assert [held[slot - 402] for slot in metadata.kv_swa_index[j].tolist()] == list(range(position - 127, position + 1))
+        assert [held[slot - 402] for slot in metadata.kv_swa_index[j].tolist()] == list(
+            range(position - 127, position + 1)
+        )
 
 
 def test_a12_lengths_shrink_by_the_rejected(device: str) -> None:
@@ -277,10 +279,16 @@ for ring in map(int, sys.argv[1:]):
 def test_a24_no_size_is_frozen_into_a_cache() -> None:
     """Another ring in another process with the same disk cache, or in the same process, gives that ring's slots."""
     outputs = [
-        subprocess.run([sys.executable, "-c", A24_OTHER_RING, *rings], capture_output=True, text=True, check=True).stdout
+        subprocess.run(
+            [sys.executable, "-c", A24_OTHER_RING, *rings], capture_output=True, text=True, check=True
+        ).stdout
         for rings in (["134"], ["135"], ["135", "134"])
     ]
-    assert [output.split("\n")[:-1] for output in outputs] == [["[471, 128]"], ["[468, 128]"], ["[468, 128]", "[471, 128]"]]
+    assert [output.split("\n")[:-1] for output in outputs] == [
+        ["[471, 128]"],
+        ["[468, 128]"],
+        ["[468, 128]", "[471, 128]"],
+    ]
 
 
 def test_a25_no_lost_updates(device: str) -> None:

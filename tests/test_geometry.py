@@ -37,7 +37,7 @@ def test_window_must_be_a_whole_number(bad: object) -> None:
     ("ratio", "overlap", "entries"), [(1, False, 6), (2, False, 7), (128, False, 133), (4, True, 13)]
 )
 def test_compression_ring_entries(ratio: int, overlap: bool, entries: int) -> None:
-    """r + Q - 1 entries, 2r + Q - 1 with overlap; one less is refused."""
+    """R + Q - 1 entries, 2r + Q - 1 with overlap; one less is refused."""
     assert zos.CompressionRing(ratio, overlap=overlap).entries == entries
     with pytest.raises(ValueError, match=f"needs {entries}"):
         zos.CompressionRing(ratio, overlap=overlap, entries=entries - 1)

@@ -86,7 +86,12 @@ def test_deferred_rows_get_their_turn(device: str) -> None:
 
 def test_step_results_of_every_kind(device: str) -> None:
     """num_kept alone, a tuple and a StepResult are taken; anything else is named."""
-    for returned in (keep_all, lambda m: (m.seqlens_q,), lambda m: (m.seqlens_q, m.seqlens_k > 10**6), keep_by_position):
+    for returned in (
+        keep_all,
+        lambda m: (m.seqlens_q,),
+        lambda m: (m.seqlens_q, m.seqlens_k > 10**6),
+        keep_by_position,
+    ):
         svc = service(device)
         loop = zos.DecodeLoop(svc, returned)
         loop.set_batch([3])

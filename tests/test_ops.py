@@ -136,7 +136,9 @@ def test_index_at_any_address(device: str, offset: int) -> None:
     """kv_swa_index is stored in 16-byte units only where its address allows."""
     operands = prepare_operands(service(device))
     expected = operands["kv_swa_index"].clone()
-    shifted = torch.full((expected.numel() + offset,), -7, dtype=torch.int32, device=device)[offset:].view(expected.shape)
+    shifted = torch.full((expected.numel() + offset,), -7, dtype=torch.int32, device=device)[offset:].view(
+        expected.shape
+    )
     PREPARE(*positional({**operands, "kv_swa_index": shifted}))
     assert_bitwise_equal(shifted, expected, "kv_swa_index")
 

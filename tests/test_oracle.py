@@ -36,9 +36,7 @@ def seed_oracle(capacity: int = 8, **options: Any) -> Oracle:
     return Oracle(capacity, window=128, ring=134, tokens_per_step=6, **options)
 
 
-@pytest.mark.parametrize(
-    "case", golden_cases(), ids=lambda case: f"{case['token_layout']}-{len(case['rows'])}rows"
-)
+@pytest.mark.parametrize("case", golden_cases(), ids=lambda case: f"{case['token_layout']}-{len(case['rows'])}rows")
 def test_golden(case: dict[str, Any]) -> None:
     """Every key of every case, made by an oracle that shares no code with this one."""
     sizes = {name: case[name] for name in ("window", "ring", "tokens_per_step")}
@@ -54,9 +52,7 @@ def test_golden(case: dict[str, Any]) -> None:
     pairs = np.stack([actual["compression_write_slot[2]"], actual["compression_index[2]"]], axis=1)
     for row, expected_pairs in enumerate(case["expect"]["compress2"]):
         of_row = pairs[actual["token_row"] == row]
-        assert_bitwise_equal(
-            of_row, np.array(expected_pairs, np.int64).reshape(-1, 2), f"compress2 of row {row}"
-        )
+        assert_bitwise_equal(of_row, np.array(expected_pairs, np.int64).reshape(-1, 2), f"compress2 of row {row}")
 
 
 def test_seed_index() -> None:
@@ -154,9 +150,7 @@ def test_commit_walks_a_prompt_in_chunks() -> None:
         seen.append((out["positions"][0], out["seqlens_q"][0]))
         oracle.commit(out["tickets"], [1], [len(seen) == 1], [[len(seen)] * 6])
     assert seen == [(0, 4), (4, 3), (7, 2)]
-    assert (
-        oracle.records[0]["q_start"] == 8 and oracle.token_ids is not None and oracle.token_ids[0] == [3] * 6
-    )
+    assert oracle.records[0]["q_start"] == 8 and oracle.token_ids is not None and oracle.token_ids[0] == [3] * 6
 
 
 def test_reset_acts_on_sequences_only() -> None:
@@ -186,6 +180,4 @@ def test_numbers_and_arguments_are_the_service_s() -> None:
     for name, value in [*zos.Phase.__members__.items(), *zos.ErrorCode.__members__.items()]:
         assert getattr(oracle_table, name, 0) == value, name
     for method in ("admit", "release", "reset", "pause", "resume", "set_seqlen_q", "set_valid_start"):
-        assert inspect.signature(getattr(Oracle, method)) == inspect.signature(
-            getattr(zos.MetadataService, method)
-        )
+        assert inspect.signature(getattr(Oracle, method)) == inspect.signature(getattr(zos.MetadataService, method))

@@ -27,10 +27,12 @@ BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("admit id bool", lambda s: s.admit(state_id=True), ValueError, "not a whole number"),
     ("q_start", lambda s: s.admit(state_id=2, q_start=-1), ValueError, "q_start=-1 is outside"),
     ("q_start big", lambda s: s.admit(state_id=2, q_start=2**31), ValueError, "q_start=2147483648"),
-    ("valid_start", lambda s: s.admit(state_id=2, q_start=128, swa_valid_start=200), ValueError, "swa_valid_start=200 exceeds q_start=128 of state_id 2"),
+    ("valid_start", lambda s: s.admit(state_id=2, q_start=128, swa_valid_start=200), ValueError,
+     "swa_valid_start=200 exceeds q_start=128 of state_id 2"),
     ("valid_start negative", lambda s: s.admit(state_id=2, swa_valid_start=-1), ValueError, "swa_valid_start=-1"),
     ("stop_at", lambda s: s.admit(state_id=2, q_start=20, stop_at=20), ValueError, "stop_at=20 must exceed q_start=20"),
-    ("stop_at prompt", lambda s: s.admit(state_id=2, prompt_end=30, stop_at=29), ValueError, "stop_at=29 must not be below prompt_end=30"),
+    ("stop_at prompt", lambda s: s.admit(state_id=2, prompt_end=30, stop_at=29), ValueError,
+     "stop_at=29 must not be below prompt_end=30"),
     ("seqlen_q", lambda s: s.admit(state_id=2, seqlen_q=65), ValueError, r"seqlen_q=65 is outside 0 … 64"),
     ("sum", lambda s: s.admit(state_id=2, q_start=2**31 - 3, seqlen_q=6), ValueError, "q_start \\+ seqlen_q=2147483651"),
     ("chunk", lambda s: s.admit(state_id=2, seqlen_q=9, prompt_end=8), ValueError, "reaches past prompt_end=8"),
@@ -59,7 +61,9 @@ BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("call", "error", "message"), [bad[1:] for bad in BAD_CALLS], ids=[bad[0] for bad in BAD_CALLS])
+@pytest.mark.parametrize(
+    ("call", "error", "message"), [bad[1:] for bad in BAD_CALLS], ids=[bad[0] for bad in BAD_CALLS]
+)
 def test_bad_call(call: Any, error: type[Exception], message: str) -> None:
     """The call is refused with argument, rule and value, and neither staged nor half applied."""
     svc = service()
@@ -108,7 +112,7 @@ def test_prepare_without_a_batch() -> None:
 
 
 def test_slot_numbers_just_fit(device: str) -> None:
-    """capacity * ring just under 2^31: the last state's slots are int32 and right."""
+    """Capacity * ring just under 2^31: the last state's slots are int32 and right."""
     geometry = zos.RingGeometry(window=128, draft_tokens=5, ring=2**20)
     svc = zos.MetadataService(capacity=2**11 - 1, max_batch=1, geometry=geometry, device=device)
     svc.admit(state_id=2**11 - 2, q_start=2**20 - 6)
@@ -123,7 +127,9 @@ def test_buffers_never_move(device: str) -> None:
     svc = service(device)
     svc.set_batch([1], batch=2)
     first = svc.prepare()
-    addresses = {name: getattr(first, name).data_ptr() for name in ("kv_swa_index", "positions", "tickets", "cu_seqlens_q")}
+    addresses = {
+        name: getattr(first, name).data_ptr() for name in ("kv_swa_index", "positions", "tickets", "cu_seqlens_q")
+    }
     svc.set_batch([1], batch=4)
     second = svc.prepare()
     svc.set_batch([1], batch=2)

@@ -86,7 +86,9 @@ def test_pause_and_resume_are_conditional(device: str) -> None:
 def test_reset(device: str, phase: zos.Phase) -> None:
     """LIVE, PAUSED and ERROR start over at position 0; a finished or free state stays as it is."""
     svc = service(device, carry_tokens=True)
-    svc.admit(state_id=3, q_start=50, swa_valid_start=9, stop_at=500, chunk_q=32, decode_q=4, kv_cached_end=7, tokens=[1])
+    svc.admit(
+        state_id=3, q_start=50, swa_valid_start=9, stop_at=500, chunk_q=32, decode_q=4, kv_cached_end=7, tokens=[1]
+    )
     before = record(svc, 3)
     svc.table.phase[3] = phase
     svc.table.error[3], svc.table.error_value[3] = 7, 99

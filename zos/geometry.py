@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from zos.arguments import whole_number
 
+
 @dataclass(frozen=True)
 class RingGeometry:
     """Sizes of a sequence's sliding-window ring.
@@ -41,9 +42,7 @@ class RingGeometry:
     ring: int = 0
     causal: bool = True
 
-    def __init__(
-        self, window: int = 128, draft_tokens: int = 5, ring: int | None = None, causal: bool = True
-    ) -> None:
+    def __init__(self, window: int = 128, draft_tokens: int = 5, ring: int | None = None, causal: bool = True) -> None:
         window = whole_number("window", window, 1)
         draft_tokens = whole_number("draft_tokens", draft_tokens, 0)
         tokens_per_step = draft_tokens + 1
@@ -96,9 +95,7 @@ class CompressionRing:
     overlap: bool = False
     entries: int = 0
 
-    def __init__(
-        self, ratio: int, tokens_per_step: int = 6, overlap: bool = False, entries: int | None = None
-    ) -> None:
+    def __init__(self, ratio: int, tokens_per_step: int = 6, overlap: bool = False, entries: int | None = None) -> None:
         ratio = whole_number("ratio", ratio, 1)
         tokens_per_step = whole_number("tokens_per_step", tokens_per_step, 1)
         least = whole_number("compression entries", (2 if overlap else 1) * ratio + tokens_per_step - 1, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -80,7 +80,7 @@ class DecodeLoop:
         if not self.buckets:
             raise ValueError("buckets is empty")
         self._graphs: dict[tuple[int, int], _Captured] = {}
-        self._pool: tuple[int, int] | None = None
+        self._pool: Any = None  # torch's handle of the memory pool that all graphs share
         self._rows: deque[int] = deque()  # state ids of the batch, in row order
         self._shape: tuple[int, int] | None = None  # (B, T) of the batch
         self._rotation = 0  # rows to move to the end after each step: those that are served for certain
@@ -111,7 +111,9 @@ class DecodeLoop:
         batch = self.bucket(len(ids))
         step = self._service.geometry.tokens_per_step
         tokens = batch * step if max_tokens is None else min(max_tokens, batch * step)
-        self._service.set_batch(ids, batch=batch, max_tokens=None if tokens == batch * step else tokens, slot=self._slot)
+        self._service.set_batch(
+            ids, batch=batch, max_tokens=None if tokens == batch * step else tokens, slot=self._slot
+        )
         self._rows = deque(ids)
         self._shape = (batch, tokens)
         self._rotation = tokens // step if len(ids) * step > tokens else 0

@@ -46,9 +46,7 @@ KERNELS = (
 _LIBRARY = torch.library.Library("zos", "DEF")
 
 
-def _expect(
-    name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device
-) -> None:
+def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if tensor.dtype is dtype and tensor.shape == shape and tensor.device == device and tensor.is_contiguous():
         return
     if tensor.dtype is not dtype:
@@ -149,9 +147,13 @@ def check_prepare_v4_decode_metadata(
         ("compression_index", compression_index),
     ):
         if tensor.dim() != 2 or tensor.shape[0] != len(compression_ratios):
-            raise ValueError(f"Invalid shape of {name}: expected [{len(compression_ratios)}, T], got {list(tensor.shape)}")
+            raise ValueError(
+                f"Invalid shape of {name}: expected [{len(compression_ratios)}, T], got {list(tensor.shape)}"
+            )
         if tensor.stride(0) != compression_write_slot.stride(0):
-            raise ValueError(f"Invalid stride of {name}: expected that of compression_write_slot, got {tensor.stride()}")
+            raise ValueError(
+                f"Invalid stride of {name}: expected that of compression_write_slot, got {tensor.stride()}"
+            )
         _expect(name, tensor[:1], INT64, (min(1, len(compression_ratios)), places), device)
     if chunk_places.dtype is not INT32 or chunk_places.device != device or chunk_places.numel() < chunk_count(rows):
         raise ValueError(f"chunk_places must be int32 [{chunk_count(rows)} or more] on {device}")
@@ -219,8 +221,9 @@ def bind_prepare_v4_decode_metadata(**operands: Any) -> Callable[[], None]:
     """
     check_prepare_v4_decode_metadata(**operands)
     on_cuda = operands["records"].device.type == "cuda"
-    package = device_kernels.decode_metadata if on_cuda else host_fallback.decode_metadata
-    return package.bind_prepare_v4_decode_metadata(**operands)
+    package = (device_kernels if on_cuda else host_fallback).decode_metadata
+    launch: Callable[[], None] = package.bind_prepare_v4_decode_metadata(**operands)
+    return launch
 
 
 _IMPLEMENTATIONS: dict[tuple[str, str], Callable[..., None]] = {}  # (operator, type of device)
@@ -231,9 +234,7 @@ def call(name: str, records: torch.Tensor, *arguments: Any) -> None:
     _IMPLEMENTATIONS[name, records.device.type](records, *arguments)
 
 
-def _define(
-    schema: str, check: Callable[..., None], host: Callable[..., None], device: Callable[..., None]
-) -> None:
+def _define(schema: str, check: Callable[..., None], host: Callable[..., None], device: Callable[..., None]) -> None:
     """Register one operator: its schema, and an implementation for each kind of device behind the same check."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
@@ -257,8 +258,8 @@ _define(
     "Tensor(e!) swa_len, Tensor(f!) positions, Tensor(g!)? input_ids, Tensor(h!) swa_write_slot, "
     "Tensor(i!) token_row, Tensor(j!) token_state_id, Tensor(k!) cu_seqlens_q, Tensor(l!) seqlens_q, "
     "Tensor(m!) seqlens_k, Tensor(n!) num_tokens, Tensor(o!) compression_write_slot, "
-    "Tensor(p!) compression_index, Tensor(q!) tickets, Tensor(r!) counters, "
-    "Tensor(s!) chunk_places, int[] compression_ratios, int[] compression_entries, int window, int ring, int tokens_per_step, bool packed) -> ()",
+    "Tensor(p!) compression_index, Tensor(q!) tickets, Tensor(r!) counters, Tensor(s!) chunk_places, "
+    "int[] compression_ratios, int[] compression_entries, int window, int ring, int tokens_per_step, bool packed) -> ()",
     check_prepare_v4_decode_metadata,
     host_fallback.decode_metadata.prepare_v4_decode_metadata,
     device_kernels.decode_metadata.prepare_v4_decode_metadata,

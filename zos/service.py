@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
 import numpy as np
 import torch
 
@@ -323,7 +324,6 @@ class MetadataService(SequenceEdits):
         if not 0 <= whole_number("slot", slot, -1) < self.metadata_slots:
             raise IndexError(f"slot={slot} is outside 0 … {self.metadata_slots - 1}")
         return self._slots[slot]
-
 
 
 def _compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:

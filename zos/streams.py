@@ -37,7 +37,7 @@ class StreamOrder:
 
     def join(self) -> None:
         """Before a launch: make the current stream wait for the last launch, if that went to another stream."""
-        if self._last_stream is None or self.capturing():
+        if self._last_launch is None or self._last_stream is None or self.capturing():
             return
         stream = torch.cuda.current_stream(self._device)
         if stream != self._last_stream:

@@ -42,9 +42,7 @@ class AcceptanceModel:
     [6, 0]
     """
 
-    def __init__(
-        self, probability: float, seed: int, draft_tokens: int, device: torch.device | str = "cpu"
-    ) -> None:
+    def __init__(self, probability: float, seed: int, draft_tokens: int, device: torch.device | str = "cpu") -> None:
         if not 0 <= probability <= 1:
             raise ValueError(f"probability={probability} is outside 0 … 1")
         self._seed = (seed * GOLDEN_GAMMA + HALF) % WORD - HALF  # as int64

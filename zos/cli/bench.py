@@ -41,7 +41,9 @@ class Row:
 
 def row(bench: str, variant: str, size: int, median_us: float, reference: str, reference_us: float) -> Row:
     """Make a Row; the ratio follows from its two times."""
-    return Row(bench, variant, size, round(median_us, 3), reference, round(reference_us, 3), round(median_us / reference_us, 3))
+    return Row(
+        bench, variant, size, round(median_us, 3), reference, round(reference_us, 3), round(median_us / reference_us, 3)
+    )
 
 
 def ragged_service(rows: int, device: str, token_layout: str) -> tuple[MetadataService, DecodeMetadata]:
@@ -125,7 +127,15 @@ def bench_commit(size: int, replays: int) -> Iterator[Row]:
         tickets = steps[turn[0] % NODES]
         turn[0] += 1
         torch.ops.zos.commit(
-            svc.table.records, None, tickets, num_kept, None, None, svc.operator_counters, svc.geometry.tokens_per_step, 1
+            svc.table.records,
+            None,
+            tickets,
+            num_kept,
+            None,
+            None,
+            svc.operator_counters,
+            svc.geometry.tokens_per_step,
+            1,
         )
 
     for _ in range(NODES - 1):  # graph_medians makes one more call before it captures
@@ -162,7 +172,12 @@ def bench_numba(size: int, repeats: int) -> Iterator[Row]:
         target = np.empty_like(source)
         medians = clock_medians({"prepare": svc.prepare, "copy": lambda: np.copyto(target, source)}, repeats)  # noqa: B023
         yield row(
-            "prepare_v4_decode_metadata", f"numba {layout} ragged", size, medians["prepare"], "numpy.copyto", medians["copy"]
+            "prepare_v4_decode_metadata",
+            f"numba {layout} ragged",
+            size,
+            medians["prepare"],
+            "numpy.copyto",
+            medians["copy"],
         )
 
 
@@ -193,5 +208,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"{r.bench:28} {r.variant:22} {r.size:6} {r.median_us:9.2f}   {r.reference:20} {r.reference_us:9.2f} {r.ratio:7.2f}x"
         )
     if arguments.json:
-        arguments.json.write_text(json.dumps({"hardware": hardware, "rows": [asdict(r) for r in rows]}, indent=1) + "\n")
+        arguments.json.write_text(
+            json.dumps({"hardware": hardware, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
+        )
     return 0

@@ -82,9 +82,7 @@ def random_table(rng: np.random.Generator, setup: Setup) -> tuple[np.ndarray, np
                 (1, rng.integers(INT32.min, INT32.max, size)),
             ],
         ),
-        "kv_cached_end": _mix(
-            rng, [(60, np.zeros(size, np.int64)), (30, near(q_start, step, step)), (10, INT32.max)]
-        ),
+        "kv_cached_end": _mix(rng, [(60, np.zeros(size, np.int64)), (30, near(q_start, step, step)), (10, INT32.max)]),
         "generation": near(0, 0, 1000),
         "error": _mix(rng, [(92, np.zeros(size, np.int64)), (8, near(1, 0, 7))]),
         "error_value": near(0, 9, 9),
@@ -142,11 +140,7 @@ def random_result(rng: np.random.Generator, setup: Setup, tickets: np.ndarray) -
         rng, [(70, np.minimum(sane, np.maximum(q, 1))), (10, q), (10, 0), (2, -1), (3, q + 1), (5, garbage)]
     )
     finished = rng.random(rows) < 0.15 if rng.random() < 0.5 else None
-    tokens = (
-        _tokens(rng, (rows, setup.geometry.tokens_per_step))
-        if setup.carry_tokens and rng.random() < 0.7
-        else None
-    )
+    tokens = _tokens(rng, (rows, setup.geometry.tokens_per_step)) if setup.carry_tokens and rng.random() < 0.7 else None
     return Result(np.where(q > 0, num_kept, garbage).astype(np.int32), finished, tokens)
 
 
@@ -156,14 +150,10 @@ def forge_tickets(
     """Replace some rows' tickets by those of a chunk of any length, which only a prefill would prepare."""
     forged = tickets.copy()
     column = {name: records[:, place].astype(np.int64) for place, name in enumerate(COLUMNS)}
-    for row in np.flatnonzero(
-        (state_ids >= 0) & (state_ids < setup.capacity) & (rng.random(len(tickets)) < 0.2)
-    ):
+    for row in np.flatnonzero((state_ids >= 0) & (state_ids < setup.capacity) & (rng.random(len(tickets)) < 0.2)):
         state_id = state_ids[row]
         q_start, prompt_end = column["q_start"][state_id], column["prompt_end"][state_id]
-        most = min(
-            setup.max_prefill_tokens, (prompt_end if q_start < prompt_end else LARGEST_POSITION) - q_start
-        )
+        most = min(setup.max_prefill_tokens, (prompt_end if q_start < prompt_end else LARGEST_POSITION) - q_start)
         if q_start >= 0 and most >= 1:
             q = rng.integers(1, most + 1)
             forged[row] = (state_id, column["generation"][state_id], q_start, q)

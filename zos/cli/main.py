@@ -40,9 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         Exit code: 0 fine, 1 the command found a fault, 2 bad input.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    parser = _Parser(
-        prog="zos", description="Sequence metadata of an LLM decode engine: replay, compare, measure."
-    )
+    parser = _Parser(prog="zos", description="Sequence metadata of an LLM decode engine: replay, compare, measure.")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Only the command asked for is imported; any other word (--help, a typing error) needs the list of all.
     for name in words[:1] if words[:1] and words[0] in COMMANDS else COMMANDS:

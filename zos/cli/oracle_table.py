@@ -54,9 +54,7 @@ class OracleTable:
         stale, duplicate, deferred, errors.
     """
 
-    def __init__(
-        self, capacity: int, tokens_per_step: int, max_prefill_tokens: int, carry_tokens: bool
-    ) -> None:
+    def __init__(self, capacity: int, tokens_per_step: int, max_prefill_tokens: int, carry_tokens: bool) -> None:
         self.tokens_per_step = tokens_per_step
         self.max_prefill_tokens = max_prefill_tokens
         self.records: list[Record] = [dict.fromkeys(COLUMNS, 0) for _ in range(capacity)]
@@ -107,9 +105,7 @@ class OracleTable:
         record = self.records[state_id]
         if record["phase"] not in (LIVE, PAUSED, ERROR):
             return
-        record.update(
-            phase=LIVE, q_start=0, swa_valid_start=0, head=0, kv_cached_end=0, prompt_end=prompt_end
-        )
+        record.update(phase=LIVE, q_start=0, swa_valid_start=0, head=0, kv_cached_end=0, prompt_end=prompt_end)
         record["seqlen_q"] = self._next_seqlen_q(record)
         self._new_generation(record)
         self._set_tokens(state_id, ())

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import secrets
 import time
-from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -27,13 +27,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Compare every path that this machine has with the oracle and each other, bit for bit, "
         "on random tables, batches, results and edits. A case is a batch row. Exit code 1 if any differs.",
     )
-    parser.add_argument(
-        "--cases", type=_positive, help=f"stop after so many cases (default {DEFAULT_CASES:,})"
-    )
+    parser.add_argument("--cases", type=_positive, help=f"stop after so many cases (default {DEFAULT_CASES:,})")
     parser.add_argument("--seconds", type=_seconds, help="stop after so many seconds")
-    parser.add_argument(
-        "--seed", type=_whole, help="repeat a run; its first line names its seed (default: a new one)"
-    )
+    parser.add_argument("--seed", type=_whole, help="repeat a run; its first line names its seed (default: a new one)")
     parser.add_argument("--round", type=_whole, help="run this round of the seed alone")
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "auto"), default="auto", help="paths beside Numba (default auto)"
@@ -58,7 +54,7 @@ def run(arguments: argparse.Namespace) -> int:
     rigs: dict[Setup, Rig] = {}
     cases = judged = mismatches = 0
     begin = time.perf_counter()
-    for number in _rounds(arguments.round):
+    for number in itertools.count() if arguments.round is None else (arguments.round,):
         rng = np.random.default_rng([seed, number])
         setup = random_setup(rng)
         if setup not in rigs:
@@ -84,16 +80,6 @@ def run(arguments: argparse.Namespace) -> int:
         f"{judged:,} of them against the oracle; {mismatches} mismatches"
     )
     return 1 if mismatches else 0
-
-
-def _rounds(only: int | None) -> Iterator[int]:
-    """Numbers of the rounds to run."""
-    number = 0 if only is None else only
-    while True:
-        yield number
-        if only is not None:
-            return
-        number += 1
 
 
 def _enough(arguments: argparse.Namespace, cases: int, seconds: float) -> bool:

@@ -74,11 +74,7 @@ class Round:
         self.counted = {path: svc.counters() for path, svc in self.rig.services.items()}
         self.oracle_counted = dict(self.rig.oracle.counters)
         self._prepare(0)
-        for action in self.rng.choice(
-            ["prepare", "commit", "repeat", "edit", "tamper"],
-            self.rng.integers(2, 7),
-            p=[0.3, 0.35, 0.1, 0.15, 0.1],
-        ):
+        for action in self.rng.choice(list(ACTIONS), self.rng.integers(2, 7), p=list(ACTIONS.values())):
             self._act(str(action))
 
     def _act(self, action: str) -> None:
@@ -131,9 +127,7 @@ class Round:
             poison(whole)
             metadata = self.prepared[slot][path] = svc.prepare(slot)
             if (metadata.batch, metadata.tokens) != (rows, tokens):
-                raise Mismatch(
-                    f"prepare: {path} made {metadata.batch} rows and {metadata.tokens} tokens of {batch}"
-                )
+                raise Mismatch(f"prepare: {path} made {metadata.batch} rows and {metadata.tokens} tokens of {batch}")
             actual = metadata_arrays(metadata)
             expected = expected or actual
             self._compare("prepare", path, actual, expected)
@@ -152,9 +146,7 @@ class Round:
             svc.set_batch(batch.state_ids[:used].tolist(), batch=rows, max_tokens=batch.max_tokens, slot=slot)
             if not np.array_equal(batch.device_ids, batch.state_ids):
                 svc.flush()
-                state_ids = svc.slot_metadata(
-                    slot, rows, rows * self.rig.setup.geometry.tokens_per_step
-                ).state_ids
+                state_ids = svc.slot_metadata(slot, rows, rows * self.rig.setup.geometry.tokens_per_step).state_ids
                 state_ids.copy_(torch.from_numpy(batch.device_ids))
 
     def _forge(self, slot: int) -> None:
@@ -179,9 +171,7 @@ class Round:
     def _compare_tables(self, action: str) -> None:
         expected = self._oracle_table() if self.judged else None
         for path, svc in self.rig.services.items():
-            actual = {
-                "records": svc.table.records.cpu().numpy()
-            }  # waits for the device, so that the counters are final
+            actual = {"records": svc.table.records.cpu().numpy()}  # waits, so that the counters are final
             if svc.table.token_ids is not None:
                 actual["token_ids"] = svc.table.token_ids.cpu().numpy()
             counted = [count - self.counted[path][name] for name, count in svc.counters().items()]
@@ -197,9 +187,7 @@ class Round:
         counted = [oracle.counters[name] - count for name, count in self.oracle_counted.items()]
         return {**table, "counters": np.array(counted, np.int64)}
 
-    def _compare(
-        self, action: str, path: str, actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]
-    ) -> None:
+    def _compare(self, action: str, path: str, actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
         if actual.keys() != expected.keys():
             raise Mismatch(f"{action}: {path} has {sorted(actual)}, expected {sorted(expected)}")
         for name, array in actual.items():

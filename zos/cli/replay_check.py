@@ -87,9 +87,7 @@ class StepChecker:
         expected = self._oracle.prepare(rows, self._service.token_layout)
         num_kept = self._acceptance.num_kept(expected["tickets"])
         self._oracle.commit(expected["tickets"].tolist(), num_kept.tolist())
-        self._compare(
-            "oracle", {**actual, "records": records}, {**expected, "records": self._oracle.records_array()}
-        )
+        self._compare("oracle", {**actual, "records": records}, {**expected, "records": self._oracle.records_array()})
 
         twin = self._twin
         if twin is not None:
@@ -121,9 +119,7 @@ class StepChecker:
         predicted = self._scheduler.predicted()
         self._compare("prediction", {name: records[:, COLUMNS[name]] for name in predicted}, predicted)
 
-    def _compare(
-        self, judge: str, actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]
-    ) -> None:
+    def _compare(self, judge: str, actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
         for name in {**expected, **actual}:
             if name in actual and name in expected:
                 difference = first_mismatch(actual[name], expected[name])

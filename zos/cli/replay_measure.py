@@ -1,4 +1,4 @@
-"""The replay's meters of metadata time, launches and waits: the host's clock on the CPU, torch's profiler on a GPU."""
+"""The replay's meters of time, launches and waits: the host's clock on the CPU, torch's profiler on a GPU."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import time
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
@@ -14,10 +13,12 @@ import zos.ops
 from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
 
-FIRST_PROFILED = 32  # step, from 0: what a first step loads is over by then
+STEPS_SPARED = 8  # steps never profiled: what a first step loads is over by then
 STEPS_PROFILED = 256  # a profiler slows the host, so the rest of the run is spared
 SPAN = "zos replay"
-WAIT = "Synchronize"  # in the name of every CUDA call that waits: of a device, a stream, an event
+WAIT = "Synchronize"  # in the name of every CUDA call that waits: for a device, a stream, an event
+REPLAY = "cudaGraphLaunch"  # one a step
+LAUNCH = "LaunchKernel"  # outside a graph: edits
 LAST_KERNEL = "commit"  # of the metadata kernels of a step
 
 
@@ -34,10 +35,12 @@ class Meter:
         Time that the metadata of a step took, by step.
     launches_per_step : float or None
         Launches of prepare, commit and edits.
-    step_launches_per_step : float or None
-        Launches of everything else on the device, the acceptance model above all.
+    other_launches_per_step : float or None
+        Everything else on the device: kernels of the acceptance model, copies of the checks.
     waits_per_step : float or None
         Calls in which the host waits for the device.
+    waits_per_plain_step : float or None
+        The same, in steps without edits.
     """
 
     what = ""
@@ -46,11 +49,12 @@ class Meter:
         self.first = 0
         self.metadata_us: list[float] = []
         self.launches_per_step: float | None = None
-        self.step_launches_per_step: float | None = None
+        self.other_launches_per_step: float | None = None
         self.waits_per_step: float | None = None
+        self.waits_per_plain_step: float | None = None
 
-    def before_step(self, step: int) -> None:
-        """Call it before everything that belongs to step `step`, from 0."""
+    def before_step(self, step: int, halfway: bool) -> None:
+        """Call it before everything that belongs to step `step` (from 0); `halfway` once half of the requests are admitted."""
 
     def after_step(self) -> None:
         """Call it when the step is launched."""
@@ -102,7 +106,7 @@ class HostClock(Meter):
         self._us = 0.0
         self._launches = service.launches
 
-    def before_step(self, step: int) -> None:
+    def before_step(self, step: int, halfway: bool) -> None:
         """Remember the clock."""
         self._us = self._service.metadata_us
 
@@ -117,22 +121,22 @@ class HostClock(Meter):
 
 
 class ProfiledSteps(Meter):
-    """Lets torch's profiler watch a window of the run; the steps before and after it run unobserved."""
+    """Lets torch's profiler watch a window of the run, from its middle on; the other steps run unobserved."""
 
     what = "kernel time of edits, prepare and commit, by torch's profiler"
 
     def __init__(self) -> None:
         super().__init__()
-        self.first = FIRST_PROFILED
         self._profile: Any = None
         self._span: Any = None
-        self._steps = 0
+        self._steps = 0  # in the closed window
 
-    def before_step(self, step: int) -> None:
+    def before_step(self, step: int, halfway: bool) -> None:
         """Open or close the window when it is time to."""
-        if step == self.first:
+        if self._profile is None and halfway and step >= STEPS_SPARED:
+            self.first = step
             torch.cuda.synchronize()
-            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
             self._profile.start()
             self._span = record_function(SPAN)
             self._span.__enter__()
@@ -142,24 +146,12 @@ class ProfiledSteps(Meter):
     def finish(self, steps: int) -> None:
         """Close the window, if it is still open, and read what was seen."""
         self._close(steps)
-        if not self._steps:
-            return
-        events = self._profile.events()
-        span = next(e.time_range for e in events if e.name == SPAN and e.device_type == DeviceType.CPU)
-        waits = [e for e in events if WAIT in e.name and span.start <= e.time_range.start < span.end]
-        kernels = [e for e in events if e.device_type == DeviceType.CUDA and e.name != SPAN]
-        kernels.sort(key=lambda kernel: kernel.time_range.start)
-        names = {kernel.name for kernel in zos.ops.KERNELS}
-        own = [kernel for kernel in kernels if kernel.name in names]
-        self.waits_per_step = len(waits) / self._steps
-        self.launches_per_step = len(own) / self._steps
-        self.step_launches_per_step = (len(kernels) - len(own)) / self._steps
-        total = 0.0
-        for kernel in own:
-            total += kernel.time_range.elapsed_us()
-            if kernel.name == LAST_KERNEL:
-                self.metadata_us.append(total)
-                total = 0.0
+        if self._steps:
+            events = sorted(self._profile.events(), key=lambda event: event.time_range.start)
+            self._read_kernels([e for e in events if e.device_type.name == "CUDA" and e.name != SPAN])
+            host = [e for e in events if e.device_type.name == "CPU"]
+            span = next(e.time_range for e in host if e.name == SPAN)
+            self._read_calls([e.name for e in host if span.start <= e.time_range.start < span.end])
 
     def _close(self, step: int) -> None:
         if self._profile is None or self._steps:
@@ -168,3 +160,31 @@ class ProfiledSteps(Meter):
         torch.cuda.synchronize()
         self._profile.stop()
         self._steps = step - self.first
+
+    def _read_kernels(self, kernels: list[Any]) -> None:
+        names = {kernel.name for kernel in zos.ops.KERNELS}
+        own = [kernel for kernel in kernels if kernel.name in names]
+        self.launches_per_step = len(own) / self._steps
+        self.other_launches_per_step = (len(kernels) - len(own)) / self._steps
+        total = 0.0
+        for kernel in own:
+            total += kernel.time_range.elapsed_us()
+            if kernel.name == LAST_KERNEL:
+                self.metadata_us.append(total)
+                total = 0.0
+
+    def _read_calls(self, names: list[str]) -> None:
+        """Count waits in the host's calls, given in order: a step's edits are launched before its graph."""
+        waits = plain_waits = plain_steps = 0
+        since, edits = 0, False  # of the step so far
+        for name in names:
+            since += WAIT in name
+            edits |= LAUNCH in name
+            if name == REPLAY:
+                waits += since
+                if not edits:
+                    plain_waits += since
+                    plain_steps += 1
+                since, edits = 0, False
+        self.waits_per_step = (waits + since) / self._steps
+        self.waits_per_plain_step = plain_waits / plain_steps if plain_steps else None

@@ -24,6 +24,7 @@ class Report:
     """A finished replay."""
 
     device: str  # name of what it ran on
+    on_gpu: bool
     judges: str  # what checked steps were held against
     requests: int
     skipped: int  # requests without output
@@ -59,8 +60,9 @@ class Report:
                 "p99": round(float(np.percentile(times, 99)), 2) if times else None,
             },
             "launches_per_step": _rounded(self.meter.launches_per_step),
-            "step_launches_per_step": _rounded(self.meter.step_launches_per_step),
+            "other_launches_per_step": _rounded(self.meter.other_launches_per_step),
             "waits_per_step": _rounded(self.meter.waits_per_step),
+            "waits_per_step_without_edits": _rounded(self.meter.waits_per_plain_step),
             "allocations_after_capture": self.allocations_after_capture,
         }
 
@@ -68,37 +70,25 @@ class Report:
         """Return the figures as aligned text."""
         s = self.summary()
         times = s["metadata_us"]
-        metadata, waits, checked = (
-            NOT_MEASURED,
-            s["waits_per_step"],
-            f"{s['steps_checked']} / {s['mismatches']}",
-        )
-        if times["steps"]:
-            metadata = f"{times['median']}, {times['p99']}   ({times['what']}; {times['steps']} steps)"
+        metadata = f"{times['median']}, {times['p99']}   ({times['what']}; {times['steps']} steps)"
+        waits = f"{s['waits_per_step']}   (in steps without edits: {_shown(s['waits_per_step_without_edits'])})"
         rows = {
             "device": s["device"],
-            "requests": f"{s['requests']}"
-            + (f"   ({self.skipped} without output skipped)" if self.skipped else ""),
+            "requests": f"{s['requests']}" + (f"   ({self.skipped} without output skipped)" if self.skipped else ""),
             "generated tokens": s["generated_tokens"],
             "steps": f"{s['steps']}   ({s['simulated_s']} s simulated in {s['wall_s']} s)",
-            "tokens per step": s["tokens_per_step"],
-            "mean batch": f"{s['mean_batch']}   (largest {s['largest_batch']})",
-            "steps checked / mismatches": f"{checked}   ({self.judges})",
-            "metadata µs, median, p99": metadata,
+            "tokens per step": _shown(s["tokens_per_step"]),
+            "mean batch": f"{_shown(s['mean_batch'])}   (largest {s['largest_batch']})",
+            "steps checked / mismatches": f"{s['steps_checked']} / {s['mismatches']}   ({self.judges})",
+            "metadata µs, median, p99": metadata if times["steps"] else NOT_MEASURED,
             "launches per step": _shown(s["launches_per_step"]),
         }
-        if self.device_is_gpu:
-            rows |= {
-                "  of the step itself": _shown(s["step_launches_per_step"]),
-                "waits per step": _shown(waits),
-                "allocations after capture": _shown(s["allocations_after_capture"]),
-            }
+        if self.on_gpu:
+            rows["other launches per step"] = _shown(s["other_launches_per_step"])
+            rows["waits per step"] = NOT_MEASURED if s["waits_per_step"] is None else waits
+        if self.allocations_after_capture is not None:
+            rows["allocations after capture"] = self.allocations_after_capture
         return "\n".join(f"{label:<{LABEL_WIDTH}}  {value}" for label, value in rows.items())
-
-    @property
-    def device_is_gpu(self) -> bool:
-        """Whether it ran on a GPU."""
-        return not self.device.startswith("CPU")
 
 
 def check_plot(path: Path) -> None:

@@ -59,9 +59,7 @@ class Scheduler:
         self._acceptance = acceptance
         self._step_ms = step_ms
         self._waiting = deque(requests)
-        self._free = list(
-            reversed(range(service.capacity))
-        )  # the last one released is taken first: reuse at once
+        self._free = list(reversed(range(service.capacity)))  # the last one released is taken first: reuse at once
         self._rows = np.zeros(0, np.int64)  # `batch` as an array
         self._finished: list[int] = []  # states to release before the next step
         # the prediction, by state

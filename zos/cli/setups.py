@@ -82,9 +82,7 @@ SETUPS = (
     Setup(RingGeometry(1, 5), "strided", max_prefill_tokens=64),
     Setup(WIDE, "packed", (CompressionRing(2, 8, entries=2**24),), capacity=2047),  # slots up to int32's end
     Setup(WIDE, "strided", (CompressionRing(4, 8, entries=2**24 - 3),), capacity=2047),
-    Setup(
-        RingGeometry(16, 5), "packed", (CompressionRing(2),), capacity=2600, max_batch=2500
-    ),  # two launches
+    Setup(RingGeometry(16, 5), "packed", (CompressionRing(2),), capacity=2600, max_batch=2500),  # two launches
     Setup(RingGeometry(16, 5, 30), "strided", carry_tokens=True, capacity=2600, max_batch=2500),
 )
 

@@ -10,8 +10,9 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+from zos.arguments import INT32_LARGEST
 from zos.cli import InputError
-from zos.geometry import INT32_LARGEST, RingGeometry
+from zos.geometry import RingGeometry
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
 MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")  # hash_ids may be absent
@@ -78,23 +79,21 @@ def read_trace(path: str | Path) -> list[Request]:
     lines = [(number, text) for number, text in enumerate(_text(path).split("\n"), start=1) if text.strip()]
     if not lines:
         raise TraceError(path, 1, "empty file")
-    number, first = lines[0]
-    parse: Callable[[str], Request]
-    try:
-        if first.lstrip().startswith("{") or (
-            Path(path).suffix == ".jsonl" and AZURE_COLUMNS[0] not in first
-        ):
-            parse = _mooncake_request
-        else:
-            parse = _AzureLines(first).request
-            del lines[0]
-        requests = []
-        for number, text in lines:  # noqa: B007: the handler below names it
-            requests.append(parse(text))
-    except ValueError as error:
-        raise TraceError(path, number, str(error)) from None
+    requests: list[Request] = []
+    parse: Callable[[str], Request] | None = None
+    for number, text in lines:
+        try:
+            if parse is not None:
+                requests.append(parse(text))
+            elif text.lstrip().startswith("{") or (Path(path).suffix == ".jsonl" and AZURE_COLUMNS[0] not in text):
+                parse = _mooncake_request
+                requests.append(parse(text))
+            else:
+                parse = _AzureLines(text).request
+        except ValueError as error:
+            raise TraceError(path, number, str(error)) from None
     if not requests:
-        raise TraceError(path, number, "no request after the header")
+        raise TraceError(path, lines[0][0], "no request after the header")
     requests.sort(key=lambda request: request.arrival_ms)
     begin = requests[0].arrival_ms
     return [replace(request, arrival_ms=round(request.arrival_ms - begin, 3)) for request in requests]
@@ -135,10 +134,8 @@ class _AzureLines:
         first = self._first = self._first or when
         if (when.tzinfo is None) != (first.tzinfo is None):
             raise ValueError(f"bad TIMESTAMP {stamp!r}: only some lines have a time zone")
-        lengths = {
-            name: _whole_number(name, digits) for name, digits in zip(AZURE_COLUMNS[1:], (prompt, output))
-        }
-        return _request((when - first) / timedelta(milliseconds=1), lengths)
+        lengths = (_whole_number(AZURE_COLUMNS[1], prompt), _whole_number(AZURE_COLUMNS[2], output))
+        return _request((when - first) / timedelta(milliseconds=1), dict(zip(AZURE_COLUMNS[1:], lengths, strict=True)))
 
 
 def _moment(stamp: str) -> datetime:

@@ -1,0 +1,39 @@
+# make replay: set up and decode a real trace.  make test: set up and test.  Both start from nothing but Python 3.11 and gcc.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+TRACE ?= examples/traces/azure_llm_2023_conv_sample.csv
+GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
+
+# Without a GPU the constraints keep torch at its CPU build; with one, torch and CuPy come as the platform has them.
+ifeq ($(GPU),yes)
+EXTRAS := test,dev,bench,cu13
+CONSTRAINTS :=
+else
+EXTRAS := test,dev,bench
+CONSTRAINTS := -c constraints.txt
+endif
+
+.PHONY: venv replay test lint gpu
+
+venv: $(VENV)/.ready
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(CONSTRAINTS) --editable ".[$(EXTRAS)]"
+	touch $@
+
+replay: venv
+	$(BIN)/zos replay $(TRACE)
+
+test: venv
+	$(BIN)/python -m pytest -q
+
+lint: venv
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# On the GPU machine as it is: its own python3, nothing installed.
+gpu:
+	$(PYTHON) -m tests.gpu

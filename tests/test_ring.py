@@ -1,0 +1,173 @@
+"""Test that ring.cuh, built by g++ with sanitizers, and its Numba twin compute what plain Python formulas say."""
+
+from __future__ import annotations
+
+import random
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import host_fallback.ring as twin
+from device_kernels import module
+
+SOURCES = Path(module.__file__).parent
+LARGEST = 2**31 - 1
+LIVE = 1
+
+# Each function in plain Python, written from DESIGN and the seed.
+FORMULAS: dict[str, Callable[..., int]] = {
+    "quotient": lambda n, d: n // d,
+    "remainder": lambda n, d: n % d,
+    "window_begin": lambda position, window, valid: max(position - window + 1, valid, 0),
+    "ring_slot": lambda position, ring: position % ring,
+    "ring_advance": lambda slot, steps, ring: (slot + steps) % ring,
+    "history_start": lambda begin, q_start, window: min(begin, q_start) - (q_start - window),
+    "chunk_start": lambda begin, q_start: max(0, begin - q_start),
+    "compressed_index": lambda p, ratio, cached: p // ratio if (p + 1) % ratio == 0 and p >= cached else -1,
+    "row_places": lambda phase, q, limit: q if phase == LIVE and 1 <= q <= limit else 0,
+    "row_error": lambda phase, q, start, prompt_end, valid, limit: expected_error(
+        phase, q, start, prompt_end, valid, limit
+    ),
+    "row_error_value": lambda error, q, start, valid: {1: q, 6: q, 3: valid, 4: valid}.get(error, start),
+    "kept_error": lambda kept, q, step: (8 if kept != q else 0) if q > step else (0 if 0 <= kept <= q else 7),
+    "kept_before_stop": lambda kept, start, stop: max(0, min(kept, stop - start)) if stop > 0 else kept,
+    "next_seqlen_q": lambda start, end, chunk, decode, step, most: (
+        min(chunk or most, end - start) if start < end else decode or step
+    ),
+}
+
+
+def expected_error(phase: int, q: int, start: int, prompt_end: int, valid: int, limit: int) -> int:
+    """DESIGN's row rules in their order; the numbers are ErrorCode's."""
+    if phase != LIVE or q == 0 or (start < prompt_end and q > limit):
+        return 0
+    rules = (
+        (not 0 <= q <= limit, 1),
+        (start < 0, 2),
+        (valid < 0, 3),
+        (valid > start, 4),
+        (start + q > LARGEST, 5),
+        (start < prompt_end and start + q > prompt_end, 6),
+    )
+    return next((code for broken, code in rules if broken), 0)
+
+
+def cases(name: str, rng: random.Random) -> tuple[int, ...]:
+    """Random arguments within what the function's callers give it, edges often."""
+    window, ratio = rng.choice((1, 2, 7, 128, 4096)), rng.choice((1, 2, 3, 4, 128, 1024))
+    ring = window + rng.randrange(20)
+    edges = (0, 1, window - 1, window, ring, 3 * ring, 2**31 - 8, LARGEST - 1, rng.randrange(LARGEST))
+    position = min(LARGEST - 1, max(0, rng.choice(edges) + rng.randrange(-2, 3)))
+    any_int = rng.choice((0, 1, -1, LARGEST, -(2**31), rng.randrange(-(2**31), 2**31)))
+    valid = rng.choice((0, position, rng.randrange(position + 1)))
+    step, q = rng.randrange(1, 18), rng.randrange(-2, 20)
+    q_start = max(0, position - rng.randrange(8))
+    begin = max(position - window + 1, min(valid, q_start), 0)
+    divisor = rng.choice(
+        (1, 2, 3, 134, 7, LARGEST, 2**30, 2**30 + 1, rng.randrange(1, LARGEST), rng.randrange(1, 5000))
+    )
+    return {
+        "quotient": (rng.choice((position, LARGEST, max(0, divisor * rng.randrange(1, 9) % LARGEST - 1))), divisor),
+        "remainder": (rng.choice((position, LARGEST)), divisor),
+        "window_begin": (position, window, valid),
+        "ring_slot": (position, ring),
+        "ring_advance": (rng.randrange(ring), rng.randrange(ring), ring),
+        "history_start": (begin, q_start, window),
+        "chunk_start": (begin, q_start),
+        "compressed_index": (position, ratio, rng.choice((0, position, position + 1, valid))),
+        "row_places": (rng.randrange(5), rng.choice((q, any_int)), step),
+        "row_error": (
+            rng.choice((LIVE, LIVE, LIVE, rng.randrange(5))),
+            rng.choice((q, q, any_int)),
+            rng.choice((position, any_int)),
+            rng.choice((0, position + 1, max(0, position - 1), max(0, any_int))),
+            rng.choice((valid, any_int)),
+            step,
+        ),
+        "row_error_value": (rng.randrange(9), q, any_int, valid),
+        "kept_error": (rng.choice((q, any_int)), rng.choice((max(q, 1), 300)), step),
+        "kept_before_stop": (rng.randrange(1, 7), position, rng.choice((0, position, min(LARGEST, position + 3), max(0, any_int)))),
+        "next_seqlen_q": (position, rng.choice((0, position, min(LARGEST, position + 9), LARGEST)), rng.choice((0, 5)), rng.choice((0, 2)), step, 64),
+    }[name]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ring.cuh in a program built by g++ with the address and undefined-behaviour sanitizers."""
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no g++")
+    binary = tmp_path_factory.mktemp("ring") / "harness"
+    flags = [
+        "-std=c++17",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-fsanitize=undefined,address",
+        "-fno-sanitize-recover=all",
+    ]
+    source = Path(__file__).parent / "ring_cuh_harness.cpp"
+    subprocess.run([compiler, *flags, f"-I{SOURCES}", str(source), "-o", str(binary)], check=True)
+    return binary
+
+
+def ask(harness: Path, questions: list[tuple[str, tuple[int, ...]]]) -> list[int]:
+    """Answers of the C++ functions."""
+    lines = "".join(f"{name} {' '.join(map(str, values))}\n" for name, values in questions)
+    found = subprocess.run([harness], input=lines, capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stderr[-2000:]
+    return [int(line) for line in found.stdout.split()]
+
+
+def test_ring_cuh(harness: Path, seed: int) -> None:
+    """Edge and random values of every function; a sanitizer finding ends the program."""
+    rng = random.Random(seed)
+    questions = [(name, cases(name, rng)) for name in FORMULAS for _ in range(4000)]
+    for (name, values), answer in zip(questions, ask(harness, questions), strict=True):
+        assert answer == FORMULAS[name](*values), f"{name}{values}"
+
+
+def test_division_is_exact(harness: Path) -> None:
+    """Each divisor up to 4,200 and the largest, at multiples and their neighbours: where a short multiplier would be off by one."""
+    questions = []
+    for divisor in [*range(1, 4200), *range(LARGEST - 3, LARGEST + 1), 2**30 - 1, 2**30, 2**30 + 1]:
+        most = LARGEST // divisor * divisor
+        for dividend in {0, divisor - 1, divisor, most - 1, most, LARGEST}:
+            if 0 <= dividend <= LARGEST:
+                questions.append(("quotient", (dividend, divisor)))
+    for (_, (dividend, divisor)), answer in zip(questions, ask(harness, questions), strict=True):
+        assert answer == dividend // divisor, f"{dividend} // {divisor}"
+
+
+def test_launcher_packs_the_same_divisor(harness: Path, seed: int) -> None:
+    """The multiplier that Python packs for the kernel is the one that ring.cuh makes."""
+    rng = random.Random(seed)
+    divisors = [1, 2, 3, 134, 2**30, 2**30 + 1, LARGEST, *(rng.randrange(1, LARGEST) for _ in range(500))]
+    answers = ask(harness, [(part, (divisor,)) for divisor in divisors for part in ("multiplier", "shift")])
+    for divisor, multiplier, shift in zip(divisors, answers[::2], answers[1::2], strict=True):
+        assert module.divisor(divisor) == (divisor, multiplier % 2**32, shift)
+
+
+@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"quotient", "remainder", "ring_advance"}))
+def test_numba_twin(name: str, seed: int) -> None:
+    """The Numba function of the same name gives the same values."""
+    rng = random.Random(seed)
+    function = getattr(twin, name)
+    for _ in range(500):
+        values = cases(name, rng)
+        assert function(*values) == FORMULAS[name](*values), f"{name}{values}"
+
+
+def test_twins_have_the_same_names_and_codes() -> None:
+    """Phases and error codes are the same numbers everywhere."""
+    import zos
+
+    source = (SOURCES / "ring.cuh").read_text()
+    for code in [*zos.Phase, *zos.ErrorCode]:
+        assert re.search(rf"\b{code.name} = {code.value}\b", source), code
+        assert getattr(twin, code.name) == code.value
