@@ -61,13 +61,12 @@ extern "C" __global__ void commit(const __grid_constant__ Params p) {
     const bool prompt_complete = head.z >= head.w;
     if (prefilling)
         head.y = next_seqlen_q(head.z, head.w, course.z, course.w, p.tokens_per_step, p.max_prefill_tokens);
-    if (prompt_complete) {
-        if (asked_to_finish || (course.y > 0 && head.z >= course.y)) head.x = FINISHED;
-        if (p.next_tokens) {
-            for (int j = 0; j < p.tokens_per_step; ++j)
-                p.token_ids[static_cast<long long>(state_id) * p.tokens_per_step + j] =
-                    p.next_tokens[static_cast<long long>(row) * p.tokens_per_step + j];
-        }
+    const bool at_stop = course.y > 0 && head.z >= course.y;
+    if (at_stop || (prompt_complete && asked_to_finish)) head.x = FINISHED;
+    if (prompt_complete && p.next_tokens) {
+        for (int j = 0; j < p.tokens_per_step; ++j)
+            p.token_ids[static_cast<long long>(state_id) * p.tokens_per_step + j] =
+                p.next_tokens[static_cast<long long>(row) * p.tokens_per_step + j];
     }
     record[0] = head;
     reinterpret_cast<int*>(record)[8] = course.x;

@@ -49,11 +49,11 @@ def _commit(
             record[1] = next_seqlen_q(
                 record[2], prompt_end, record[10], record[11], tokens_per_step, max_prefill_tokens
             )
-        if record[2] >= prompt_end:
-            if (finished.size > 0 and finished[row]) or (stop_at > 0 and record[2] >= stop_at):
-                record[0] = FINISHED
-            if next_tokens.size > 0:
-                token_ids[state_id] = next_tokens[row]
+        prompt_complete = record[2] >= prompt_end
+        if (stop_at > 0 and record[2] >= stop_at) or (prompt_complete and finished.size > 0 and finished[row]):
+            record[0] = FINISHED
+        if prompt_complete and next_tokens.size > 0:
+            token_ids[state_id] = next_tokens[row]
 
 
 def commit(

@@ -108,8 +108,10 @@ def random_table(rng: np.random.Generator, setup: Setup) -> tuple[np.ndarray, np
 def tamper(rng: np.random.Generator, setup: Setup, records: np.ndarray) -> np.ndarray:
     """Redraw seqlen_q or whole records of some states, as the caller's device code might write them."""
     drawn, _ = random_table(rng, setup)
-    seqlen_q = COLUMNS.index("seqlen_q")
+    seqlen_q, generation = COLUMNS.index("seqlen_q"), COLUMNS.index("generation")
     changed = np.where(rng.random((setup.capacity, 1)) < 0.1, drawn, records)
+    same_tenant = rng.random(setup.capacity) < 0.5  # whose outstanding tickets are then of another q_start, not stale
+    changed[same_tenant, generation] = records[same_tenant, generation]
     drafted = rng.random(setup.capacity) < 0.3
     changed[drafted, seqlen_q] = drawn[drafted, seqlen_q]
     return changed

@@ -74,13 +74,13 @@ class StepChecker:
     def before_step(self) -> None:
         """Apply what is staged, remember the records, poison the outputs, so that one left unwritten shows."""
         self._service.flush()
-        self._before = self._records(self._service)
+        self._before = _records(self._service)
         poison(self._loop.metadata)
 
     def after_step(self) -> None:
         """Compare the step with the oracle, the twin, and (after the scheduler's `end_step`) the prediction."""
         metadata = self._loop.metadata
-        actual, records = metadata_arrays(metadata), self._records(self._service)
+        actual, records = metadata_arrays(metadata), _records(self._service)
         rows = self._scheduler.batch + [-1] * (metadata.batch - len(self._scheduler.batch))
 
         self._oracle.load_records(self._before)
@@ -93,13 +93,12 @@ class StepChecker:
         if twin is not None:
             twin.table.records.copy_(torch.from_numpy(self._before))
             twin.set_batch(rows, batch=metadata.batch)
-            expected = metadata_arrays(twin.prepare())
-            twin.commit(twin.prepare(), torch.from_numpy(num_kept).to(twin.device))
-            self._compare(
-                f"{twin.device.type} path",
-                {**actual, "records": records},
-                {**expected, "records": self._records(twin)},
-            )
+            poison(twin.slot_metadata(0, metadata.batch, metadata.tokens))
+            prepared = twin.prepare()
+            expected = metadata_arrays(prepared)
+            twin.commit(prepared, torch.from_numpy(num_kept).to(twin.device))
+            expected["records"] = _records(twin)
+            self._compare(f"{twin.device.type} path", {**actual, "records": records}, expected)
 
         self._compare_prediction(records)
         self.steps += 1
@@ -107,7 +106,7 @@ class StepChecker:
     def finish(self, kept_on_device: int) -> None:
         """Compare, at the end, what the whole run left behind: the table, the counters, and all that the device kept."""
         self._service.flush()
-        self._compare_prediction(self._records(self._service))
+        self._compare_prediction(_records(self._service))
         counters = self._service.counters()  # nothing of a replay comes late, twice, does not fit or is wrong
         for name, actual, expected in (
             ("num_kept, summed on the device", kept_on_device, self._scheduler.kept),
@@ -131,5 +130,6 @@ class StepChecker:
                     step = len(self._scheduler.batch_sizes)
                     self.examples.append(f"step {step}: {name} against the {judge}: {difference}")
 
-    def _records(self, service: MetadataService) -> np.ndarray:
-        return service.table.records.cpu().numpy().copy()
+
+def _records(service: MetadataService) -> np.ndarray:
+    return service.table.records.cpu().numpy().copy()

@@ -104,9 +104,9 @@ def _service(device: str, arguments: argparse.Namespace) -> MetadataService:
 
 def _judges(arguments: argparse.Namespace, twin: MetadataService | None) -> str:
     if not arguments.check:
-        return "only the end of the run, against the prediction"
+        return "only the end of the run: table, counters and the sum of kept tokens"
     if twin is None:
-        return "against oracle and prediction; no CUDA device, so no second path"
+        return "against oracle and prediction; without a CUDA device there is no second path"
     return f"against oracle, prediction and the {twin.device.type} path"
 
 
