@@ -103,13 +103,13 @@ class StepChecker:
         self._compare_prediction(records)
         self.steps += 1
 
-    def finish(self, kept_on_device: int) -> None:
-        """Compare, at the end, what the whole run left behind: the table, the counters, and all that the device kept."""
+    def finish(self, trail: int) -> None:
+        """Compare, at the end, what the whole run left behind: the table, the counters, and the step's trail."""
         self._service.flush()
         self._compare_prediction(_records(self._service))
         counters = self._service.counters()  # nothing of a replay comes late, twice, does not fit or is wrong
         for name, actual, expected in (
-            ("num_kept, summed on the device", kept_on_device, self._scheduler.kept),
+            ("trail, summed up by the device", trail, self._scheduler.trail),
             *((f"counter {name}", value, 0) for name, value in counters.items()),
         ):
             self._compare("end of the run", {name: np.array(actual)}, {name: np.array(expected)})

@@ -22,16 +22,16 @@ from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
 
 
-class _SummedStep:
-    """The loop's step: the acceptance model, and on the device the sum of all that it kept."""
+class _TrackedStep:
+    """The loop's step: the acceptance model, and a trail that tells runs apart which kept anything else anywhere."""
 
     def __init__(self, acceptance: AcceptanceModel, device: torch.device) -> None:
         self._acceptance = acceptance
-        self.kept = torch.zeros(1, dtype=torch.int64, device=device)
+        self.trail = torch.zeros(1, dtype=torch.int64, device=device)  # sum of num_kept * seqlens_k of all rows so far
 
     def __call__(self, metadata: DecodeMetadata) -> torch.Tensor:
         num_kept = self._acceptance.step(metadata)
-        self.kept += num_kept.sum()
+        self.trail += (num_kept.long() * metadata.seqlens_k).sum()
         return num_kept
 
 
@@ -49,7 +49,7 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     service = _service(arguments.device, arguments)
     on_cuda = service.device.type == "cuda"
     acceptance = AcceptanceModel(arguments.acceptance, arguments.seed, service.geometry.draft_tokens, service.device)
-    step = _SummedStep(acceptance, service.device)
+    step = _TrackedStep(acceptance, service.device)
     loop = DecodeLoop(service, step)
     scheduler = Scheduler(served, service, loop, acceptance, arguments.step_ms)
     other = "cpu" if on_cuda else "cuda"
@@ -80,7 +80,7 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     wall_s = time.perf_counter() - begin
     allocations = None if allocated is None else _allocations() - allocated
     meter.finish(len(scheduler.batch_sizes))
-    checker.finish(int(step.kept))
+    checker.finish(int(step.trail))
     return Report(
         device=f"{torch.cuda.get_device_name()}, CUDA graphs" if on_cuda else "CPU, Numba",
         on_gpu=on_cuda,
@@ -104,7 +104,7 @@ def _service(device: str, arguments: argparse.Namespace) -> MetadataService:
 
 def _judges(arguments: argparse.Namespace, twin: MetadataService | None) -> str:
     if not arguments.check:
-        return "only the end of the run: table, counters and the sum of kept tokens"
+        return "only the end of the run: table, counters and trail"
     if twin is None:
         return "against oracle and prediction; without a CUDA device there is no second path"
     return f"against oracle, prediction and the {twin.device.type} path"

@@ -40,8 +40,8 @@ class Scheduler:
     clock_ms : float
     admitted, completed : int
         Requests so far.
-    kept : int
-        Sum of all num_kept so far, what commit cut at stop_at included.
+    trail : int
+        Sum of num_kept * seqlens_k of all rows so far, what commit cut at stop_at included.
     batch_sizes, step_tokens : list of int
         By step: rows, and tokens that sequences moved on by.
     """
@@ -71,7 +71,7 @@ class Scheduler:
         self.clock_ms = 0.0
         self.admitted = 0
         self.completed = 0
-        self.kept = 0
+        self.trail = 0
         self.batch_sizes: list[int] = []
         self.step_tokens: list[int] = []
 
@@ -107,7 +107,7 @@ class Scheduler:
         self._finished = rows[after == self._stop_at[rows]].tolist()
         self._phase[self._finished] = Phase.FINISHED
         self.completed += len(self._finished)
-        self.kept += int(kept.sum())
+        self.trail += int((kept * (before + tickets[:, 3])).sum())
         self.batch_sizes.append(len(rows))
         self.step_tokens.append(int((after - before).sum()))
         self.clock_ms += self._step_ms
