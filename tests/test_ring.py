@@ -91,7 +91,10 @@ def cases(name: str, rng: random.Random) -> tuple[int, ...]:
         "row_error_value": (rng.randrange(9), q, any_int, valid),
         "kept_error": (rng.choice((q, any_int)), rng.choice((max(q, 1), 300)), step),
         "kept_before_stop": (rng.randrange(1, 7), position, rng.choice((0, position, min(LARGEST, position + 3), max(0, any_int)))),
-        "next_seqlen_q": (position, rng.choice((0, position, min(LARGEST, position + 9), LARGEST)), rng.choice((0, 5)), rng.choice((0, 2)), step, 64),
+        "next_seqlen_q": (
+            position, rng.choice((0, position, min(LARGEST, position + 9), LARGEST)),
+            rng.choice((0, 5)), rng.choice((0, 2)), step, 64,
+        ),
     }[name]  # fmt: skip
 
 

@@ -71,7 +71,11 @@ class Report:
         s = self.summary()
         times = s["metadata_us"]
         metadata = f"{times['median']}, {times['p99']}   ({times['what']}; {times['steps']} steps)"
-        waits = f"{s['waits_per_step']}   (in steps without edits: {_shown(s['waits_per_step_without_edits'])})"
+        waits = _shown(s["waits_per_step"])
+        if s["waits_per_step_without_edits"] is not None:
+            waits += f"   (in steps without edits: {s['waits_per_step_without_edits']})"
+        elif self.checker.steps:
+            waits += "   (checks wait)"
         rows = {
             "device": s["device"],
             "requests": f"{s['requests']}" + (f"   ({self.skipped} without output skipped)" if self.skipped else ""),
@@ -85,7 +89,7 @@ class Report:
         }
         if self.on_gpu:
             rows["other launches per step"] = _shown(s["other_launches_per_step"])
-            rows["waits per step"] = NOT_MEASURED if s["waits_per_step"] is None else waits
+            rows["waits per step"] = waits
         if self.allocations_after_capture is not None:
             rows["allocations after capture"] = self.allocations_after_capture
         return "\n".join(f"{label:<{LABEL_WIDTH}}  {value}" for label, value in rows.items())
