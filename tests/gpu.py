@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 import xml.etree.ElementTree as ElementTree
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -111,16 +112,21 @@ def main() -> int:
             **{name: importlib.metadata.version(name) for name in ("torch", "cupy-cuda13x", "numba", "numpy")},
         },
     }
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor() as pool:
         scratch = Path(folder)
-        evidence["tests"] = tests(scratch)
-        bench = command("bench", scratch, "bench")
+        bench = command("bench", scratch, "bench")  # alone; the rest may share the GPU
         evidence["benchmarks"] = bench.get("rows", [])
-        evidence["parity"] = parity()
         replay = ("replay", "--device", "cuda")
-        evidence["replay_checked"] = command("replay checked", scratch, *replay, SAMPLE_TRACE, "--check", "every")
-        evidence["replay"] = command("replay", scratch, *replay, FULL_TRACE or SAMPLE_TRACE, "--check", "off")
-        evidence["sanitizer"] = sanitizer()
+        parts = {
+            "tests": pool.submit(tests, scratch),
+            "parity": pool.submit(parity),
+            "replay_checked": pool.submit(
+                command, "replay checked", scratch, *replay, SAMPLE_TRACE, "--check", "every"
+            ),
+            "replay": pool.submit(command, "replay", scratch, *replay, FULL_TRACE or SAMPLE_TRACE, "--check", "off"),
+            "sanitizer": pool.submit(sanitizer),
+        }
+        evidence.update({name: part.result() for name, part in parts.items()})
     good = (
         evidence["tests"]["exit_code"] == bench["exit_code"] == evidence["parity"]["exit_code"] == 0
         and evidence["replay"]["exit_code"] == evidence["replay_checked"]["exit_code"] == 0

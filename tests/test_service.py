@@ -154,10 +154,10 @@ def test_private_metadata_is_private(device: str) -> None:
 
 
 def test_empty_batch(device: str) -> None:
-    """B = 0: empty outputs, cu_seqlens_q [0], num_tokens 0 whatever was prepared before; committing it is nothing."""
+    """B = 0: empty outputs, cu_seqlens_q [0], num_tokens 0 whatever was there before; committing it is nothing."""
     svc = service(device)
     svc.set_batch([1], batch=4)
-    svc.prepare()
+    poison(svc.prepare())
     svc.set_batch([], batch=0)
     metadata = svc.prepare()
     assert metadata.cu_seqlens_q.tolist() == [0]

@@ -25,6 +25,7 @@ def service(**options: object) -> zos.MetadataService:
 def test_launches_go_to_the_current_stream(default: bool) -> None:
     """A prepare behind a busy stream sees what torch wrote on that stream just before it, on the default stream as well."""
     svc = service()
+    svc.flush()
     stream = torch.cuda.default_stream() if default else torch.cuda.Stream()
     for busy in (False, True):  # first a rehearsal: torch loads its kernels at first use, which waits for the device
         torch.cuda.synchronize()

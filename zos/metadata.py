@@ -122,7 +122,8 @@ class MetadataBuffers:
         }
         self._cu_seqlens_q = zeros(max_batch + 1)
         self._num_tokens = zeros(1)
-        self._no_tokens = zeros(1)  # num_tokens of an empty batch, for which nothing is launched
+        # Of an empty batch, for which nothing is launched: 0 whatever the slot's buffers hold.
+        self._empty = {"cu_seqlens_q": zeros(1), "num_tokens": zeros(1)}
         self._compression_write_slot = zeros(len(compression), places, dtype=torch.int64)
         self._compression_index = zeros(len(compression), places, dtype=torch.int64)
         self._chunk_places = zeros(chunk_count(max_batch))
@@ -160,8 +161,11 @@ class MetadataBuffers:
             **{name: buffer[:tokens] for name, buffer in self._tokens.items()},
             "input_ids": None if self._input_ids is None else self._input_ids[:tokens],
             **{name: buffer[:batch] for name, buffer in self._rows.items()},
-            "cu_seqlens_q": self._cu_seqlens_q[: batch + 1],
-            "num_tokens": self._num_tokens if batch > 0 else self._no_tokens,
+            **(
+                {"cu_seqlens_q": self._cu_seqlens_q[: batch + 1], "num_tokens": self._num_tokens}
+                if batch
+                else self._empty
+            ),
             "compression_write_slot": self._compression_write_slot[:, :tokens],
             "compression_index": self._compression_index[:, :tokens],
             "counters": self._counters,

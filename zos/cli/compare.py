@@ -55,9 +55,6 @@ def metadata_arrays(metadata: DecodeMetadata) -> dict[str, np.ndarray]:
 
 
 def poison(metadata: DecodeMetadata) -> None:
-    """Fill every output with a value that none may hold, so that an element left unwritten shows.
-
-    An empty batch stays as it is: nothing is launched for it.
-    """
-    for tensor in metadata_tensors(metadata).values() if metadata.batch else ():
+    """Fill every output with a value that none may hold, so that an element left unwritten shows."""
+    for tensor in metadata_tensors(metadata).values():
         tensor.fill_(POISON)
