@@ -54,7 +54,7 @@ def test_opcheck_commit_and_edits(device: str) -> None:
         (*table, operands["tickets"], kept, kept > 1, tokens, operands["counters"], 6, 8192),
     )
     edits = torch.zeros(64, dtype=torch.int32, device=device)
-    edits[:3] = torch.tensor([3, 5, 4], dtype=torch.int32)  # state 3: SET_SEQLEN_Q 4
+    edits[:3] = torch.tensor([3, 6, 4], dtype=torch.int32)  # state 3: SET_SEQLEN_Q 4
     batches = torch.zeros(2, 4, dtype=torch.int32, device=device)
     torch.library.opcheck(torch.ops.zos.apply_table_edits.default, (*table, batches, edits, 1, 0, 6, 8192))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 INT32_LARGEST = 2**31 - 1
@@ -9,9 +10,12 @@ INT32_LARGEST = 2**31 - 1
 
 def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> int:
     """Return `value` as an int; raise ValueError naming the argument unless it is a whole number in low … high (inclusive)."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value!r} is not a whole number")
-    number: int = value.__index__()
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} is not a whole number") from None
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is outside {low} … {high}")
     return number

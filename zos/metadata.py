@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -14,7 +14,7 @@ from zos.geometry import CompressionRing, RingGeometry
 from zos.ops import bind_prepare_v4_decode_metadata
 from zos.table import SequenceTable
 
-VIEWS_KEPT = 64  # (batch, tokens) shapes whose views a slot keeps; a loop's buckets are fewer
+VIEWS_KEPT = 512  # (batch, tokens) shapes whose views a slot keeps, those used last
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +48,10 @@ class DecodeMetadata:
     origin: SlotOrigin = field(repr=False)
     operands: Mapping[str, Any] = field(repr=False)  # arguments of prepare_v4_decode_metadata by name
     launch_prepare: Callable[[], None] = field(repr=False)  # the operator, bound to them: no check, no packing per step
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: the operator is bound to these very buffers."""
+        raise TypeError("metadata are views of a service's buffers and cannot be copied or pickled")
 
 
 @dataclass
@@ -132,7 +136,9 @@ class MetadataBuffers:
     def view(self, batch: int, tokens: int) -> DecodeMetadata:
         """Views of `batch` rows and `tokens` token places; the same object for the same shape."""
         key = (batch, tokens)
-        if key not in self._views:
+        if key in self._views:
+            self._views.move_to_end(key)
+        else:
             self._views[key] = self._make_view(batch, tokens)
             if len(self._views) > VIEWS_KEPT:
                 self._views.popitem(last=False)

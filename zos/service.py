@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -31,6 +33,7 @@ class _Slot:
     buffers: MetadataBuffers
     batch: int | None = None  # B
     tokens: int = 0  # T
+    batches_set: int = 0  # how often a batch was set: tells a loop whether the batch is still its own
 
 
 class MetadataService(SequenceEdits):
@@ -136,7 +139,9 @@ class MetadataService(SequenceEdits):
         """
         state = self._slot(slot)
         rows = self.max_batch if batch is None else whole_number("batch", batch, 0, self.max_batch)
-        ids = [state_id if state_id == -1 else self._state_id(state_id) for state_id in state_ids]
+        if not isinstance(state_ids, Iterable):
+            raise ValueError(f"state_ids={state_ids!r} is not a sequence of state ids")
+        ids = [self._state_id(state_id, padding=True) for state_id in state_ids]
         if len(ids) > rows:
             raise ValueError(f"state_ids has {len(ids)} rows, more than batch={rows}")
         named = [state_id for state_id in ids if state_id != -1]
@@ -153,6 +158,7 @@ class MetadataService(SequenceEdits):
         padded[: len(ids)] = ids
         self._edits.stage_batch(slot, padded)
         state.batch, state.tokens = rows, tokens
+        state.batches_set += 1
 
     @torch.compiler.disable
     def prepare(self, slot: int = 0) -> DecodeMetadata:
@@ -181,8 +187,9 @@ class MetadataService(SequenceEdits):
         metadata = state.buffers.view(state.batch, state.tokens)
         self.launch_prepare(metadata)
         if not self._order.capturing():
-            state.buffers.origin.prepared_batch = state.batch
-            self.launched(1)
+            metadata.origin.prepared_batch = state.batch
+            self.steps_launched += 1
+            self._order.mark()
         return metadata
 
     @torch.compiler.disable
@@ -217,6 +224,8 @@ class MetadataService(SequenceEdits):
         MetadataReplacedError
             The slot was since prepared with another batch size.
         """
+        if not isinstance(metadata, DecodeMetadata):
+            raise ValueError(f"metadata is a {type(metadata).__name__}, not what prepare returned")
         if metadata.origin.table is not self.table:
             raise ValueError("metadata was prepared by another MetadataService")
         prepared = metadata.origin.prepared_batch
@@ -257,8 +266,14 @@ class MetadataService(SequenceEdits):
             self._order.mark()
 
     def launched(self, steps: int) -> None:
-        """Say that a graph with `steps` captured steps was replayed on the current stream, so that ordering counts it."""
+        """Say that a graph with `steps` captured steps was replayed on the current stream, so that ordering counts it.
+
+        What such a graph prepared the host does not know: until a slot's next eager prepare, `commit` cannot tell metadata that
+        another batch size has replaced.
+        """
         self.steps_launched += whole_number("steps", steps, 0)
+        for state in self._slots:
+            state.buffers.origin.prepared_batch = None  # the graph may have prepared any batch size
         self._order.mark()
 
     # ---- capture --------------------------------------------------------------------------------------------------------------
@@ -284,6 +299,14 @@ class MetadataService(SequenceEdits):
     def private_metadata(self, batch: int, tokens: int) -> DecodeMetadata:
         """All-padding metadata on buffers of its own, for warm-ups that must not touch a slot's."""
         return self._new_buffers(-1, batch).view(batch, tokens)
+
+    def batches_set(self, slot: int) -> int:
+        """How often a batch was set for a slot."""
+        return self._slot(slot).batches_set
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: a service owns device memory, and operators are bound to its addresses."""
+        raise TypeError("a MetadataService owns device memory and cannot be copied or pickled")
 
     def slot_metadata(self, slot: int, batch: int, tokens: int) -> DecodeMetadata:
         """Metadata of a slot as a prepare of that shape returns it, without preparing."""
@@ -327,6 +350,8 @@ class MetadataService(SequenceEdits):
 
 
 def _compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:
+    if not isinstance(ratios, Iterable):
+        raise ValueError(f"compression_ratios={ratios!r} is not a sequence")
     rings = tuple(
         ratio if isinstance(ratio, CompressionRing) else CompressionRing(ratio, tokens_per_step) for ratio in ratios
     )
@@ -343,15 +368,22 @@ def _compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step:
 
 
 def _resolve_device(device: str | torch.device) -> torch.device:
-    resolved = torch.device(device)
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is no device") from None
     if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"device={device} is neither a CPU nor a CUDA device")
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={device} given, but torch finds no CUDA device")
-        if resolved.index is None:
-            resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={device} given, but torch finds no CUDA device")
+    if importlib.util.find_spec("cupy") is None:
+        raise ValueError(f"device={device} needs CuPy: install zos[cu13] or zos[cu12]")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device={device} given, but there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
 
 
 def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -360,4 +392,7 @@ def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:
         return value
     if not hasattr(value, "__dlpack__"):
         raise ValueError(f"{name} is a {type(value).__name__}, not a tensor on the device")
-    return torch.from_dlpack(value)
+    try:
+        return torch.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} cannot be taken as a tensor: {error}") from error
