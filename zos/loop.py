@@ -117,8 +117,8 @@ class DecodeLoop:
         rotation = tokens // step if len(ids) * step > tokens else 0
         if rotation:
             rows = self._rotated() if self._rotation_due else self._rows
-            known = [state_id for state_id in dict.fromkeys(rows) if state_id in ids]
-            ids = [*known, *(state_id for state_id in ids if state_id not in known)]
+            wanted, known = set(ids), set(rows)
+            ids = [state_id for state_id in rows if state_id in wanted] + [s for s in ids if s not in known]
         self._stage(ids, batch, tokens)
         self._rotation, self._rotation_due = rotation, False
 

@@ -31,7 +31,7 @@ import host_fallback.commit
 import host_fallback.decode_metadata
 import host_fallback.table_edits
 from device_kernels.decode_metadata import MAX_COMPRESSIONS, chunk_count
-from zos.arguments import INT32_LARGEST
+from zos.arguments import INT32_LARGEST, whole_number
 from zos.table import RECORD_WORDS
 
 EDIT_WORDS = 16
@@ -64,8 +64,7 @@ def _expect_table(records: torch.Tensor, token_ids: torch.Tensor | None, tokens_
     _expect("records", records, INT32, (records.shape[0], RECORD_WORDS), records.device)
     if records.data_ptr() % 16:
         raise ValueError(f"Invalid address of records: expected a multiple of 16, got {records.data_ptr():#x}")
-    if tokens_per_step < 1:
-        raise ValueError(f"tokens_per_step={tokens_per_step} must be 1 or more")
+    whole_number("tokens_per_step", tokens_per_step, 1)
     if token_ids is not None:
         _expect("token_ids", token_ids, INT64, (records.shape[0], tokens_per_step), records.device)
 
@@ -102,7 +101,9 @@ def check_prepare_v4_decode_metadata(
     """Raise ValueError unless the arguments of prepare_v4_decode_metadata fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
     device, rows, places = records.device, state_ids.numel(), positions.numel()
-    if window < 1 or ring < window + tokens_per_step - 1:
+    whole_number("window", window, 1)
+    whole_number("ring", ring, 1)
+    if ring < window + tokens_per_step - 1:
         raise ValueError(f"ring={ring} is too short for window={window} and tokens_per_step={tokens_per_step}")
     if records.shape[0] * ring > INT32_LARGEST:
         raise ValueError(f"capacity * ring = {records.shape[0] * ring} must be below 2^31")
@@ -140,7 +141,9 @@ def check_prepare_v4_decode_metadata(
             f"expected as many of each, {MAX_COMPRESSIONS} at most"
         )
     for ratio, entries in zip(compression_ratios, compression_entries, strict=True):
-        if ratio < 1 or entries < ratio + tokens_per_step - 1:
+        whole_number("compression_ratios", ratio, 1)
+        whole_number("compression_entries", entries, 1)
+        if entries < ratio + tokens_per_step - 1:
             raise ValueError(f"a compression ring of {entries} entries is too short for ratio {ratio}")
     for name, tensor in (
         ("compression_write_slot", compression_write_slot),
@@ -180,7 +183,8 @@ def check_commit(
 ) -> None:
     """Raise ValueError unless the arguments of commit fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
-    device, rows = records.device, tickets.shape[0]
+    whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+    device, rows = records.device, tickets.numel() // 4
     _expect("tickets", tickets, INT32, (rows, 4), device)
     if tickets.data_ptr() % 16:
         raise ValueError(f"Invalid address of tickets: expected a multiple of 16, got {tickets.data_ptr():#x}")
@@ -206,7 +210,10 @@ def check_apply_table_edits(
 ) -> None:
     """Raise ValueError unless the arguments of apply_table_edits fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
-    _expect("batches", batches, INT32, (batches.shape[0], batches.shape[-1]), records.device)
+    whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+    if batches.dim() != 2:
+        raise ValueError(f"Invalid shape of batches: expected [batch rows, max_batch], got {list(batches.shape)}")
+    _expect("batches", batches, INT32, tuple(batches.shape), records.device)
     _expect("edits", edits, INT32, (edits.numel(),), records.device)
     if edits.data_ptr() % 8 or edits.numel() % 2:
         raise ValueError("edits must be a whole number of int64 at an address that is a multiple of 8")
