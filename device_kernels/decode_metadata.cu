@@ -28,8 +28,8 @@ struct Row {
 // several rows are in flight together.
 __device__ __forceinline__ int places_of_row(const Params& p, int row) {
     const int state_id = state_of_row(p, row);
-    const int2 head = reinterpret_cast<const int2*>(p.records)[static_cast<long long>(larger(state_id, 0)) * RECORD_INT4S * 2];
-    return state_id < 0 ? 0 : row_places(head.x, head.y, p.tokens_per_step);
+    const int2 phase_and_q = reinterpret_cast<const int2*>(p.records)[static_cast<long long>(larger(state_id, 0)) * RECORD_INT4S * 2];
+    return state_id < 0 ? 0 : row_places(phase_and_q.x, phase_and_q.y, p.tokens_per_step);
 }
 
 // (places, live tokens) of a row, as if it fits; branchless like places_of_row.
@@ -163,7 +163,7 @@ __device__ __forceinline__ void write_index(const Params& p, const Row& r, int p
 
 __device__ __forceinline__ void write_scalars(const Params& p, const Row& r, int row, int place, int j) {
     int2 offset_len = {0, 0};
-    int4 pivots = {0, 0, 0, 0};
+    int4 pivots = {0, 0, 0, 0};  // into B * W history rows (section 1), then the step's own tokens (section 2)
     long long input_id = 0, write_slot = -1;
     const bool live = r.live && j < r.places;
     const int position = r.q_start + j;

@@ -8,6 +8,10 @@ constexpr int WARP = 32;
 constexpr int MAX_WARPS = 32;
 constexpr int MAX_ROWS_PER_BLOCK = 32;  // one lane each where a warp sums them
 constexpr unsigned ALL_LANES = 0xffffffffu;
+// Words of a place in this file and of what it launches (docs/design.md): a *place* is an index into the outputs by token. A packed
+// batch puts rows one after the other, a strided one gives each row tokens_per_step places. A row that would end past the last
+// place is *deferred*: padding this step, as is every later row. A row is *live* when it has places, no error, and fits.
+// The record's layout is that of COLUMNS in zos/table.py.
 constexpr int RECORD_INT4S = 4;  // a record is 16 int32: (phase, seqlen_q, q_start, prompt_end), (swa_valid_start, kv_cached_end,
                                  // generation, error), (head, stop_at, chunk_q, decode_q), (error_value, -, -, -)
 constexpr int RECORD_VALID_START = 4, RECORD_ERROR = 7, RECORD_ERROR_VALUE = 12;

@@ -12,7 +12,7 @@ class RingGeometry:
     """Sizes of a sequence's sliding-window ring.
 
     A decode step writes its tokens_per_step new vectors first and attends then, so the ring holds the first query's window and
-    the whole step at once: window + tokens_per_step - 1 slots (seed, "Sliding-window attention"); a non-causal draft block, whose
+    the whole step at once: window + tokens_per_step - 1 slots (docs/design.md, "Ring"); a non-causal draft block, whose
     queries all see `window` tokens of context, needs one more.
 
     Parameters
@@ -77,7 +77,7 @@ class CompressionRing:
         True where an entry pools the `ratio` tokens before its own as well.
     entries : int, optional
         Entries of the ring. Default, and the least that is accepted: ratio + tokens_per_step - 1, with overlap
-        2 * ratio + tokens_per_step - 1 (seed, "Sliding-window attention").
+        2 * ratio + tokens_per_step - 1 (docs/design.md, "Ring").
 
     Raises
     ------

@@ -55,7 +55,7 @@ class MetadataService(SequenceEdits):
     max_prefill_tokens : int
         Tokens of a prefill step, and the chunk length that chunk_q = 0 stands for.
     token_layout : {"packed", "strided"}
-        Where a row's tokens stand (DESIGN, "Token places"). "strided" needs no scan over the batch and is the fastest.
+        Where a row's tokens stand (docs/design.md, "Token places"). "strided" needs no scan over the batch and is the fastest.
     compression_ratios : sequence of int or CompressionRing
         Compression rings whose outputs are wanted; an int is a ring without overlap.
     carry_tokens : bool
