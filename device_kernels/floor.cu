@@ -1,5 +1,5 @@
 // The floors that prepare_v4_decode_metadata is measured against: no work, but the grid, the loads and the output bytes of it.
-#include "decode_metadata.cuh"
+#include "metadata.cuh"
 
 using namespace zos;
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from device_kernels.decode_metadata import LAYOUT, bind_prepare_v4_decode_metadata
+from device_kernels.decode_metadata import bind_prepare_v4_decode_metadata
+from device_kernels.metadata import LAYOUT
 from device_kernels.module import Kernel
 
 EMPTY = Kernel("floor", "floor_empty", LAYOUT)
@@ -15,4 +16,4 @@ DEPENDENT_LOADS = Kernel("floor", "floor_dependent_loads", LAYOUT)
 
 def bind_floor(kernel: Kernel, **operands: Any) -> Callable[[], None]:
     """Bind one of the floors to the arguments of a prepare; it runs on the strided grid, which needs no scan."""
-    return bind_prepare_v4_decode_metadata(**{**operands, "packed": False}, kernel=kernel)
+    return bind_prepare_v4_decode_metadata(kernel, **{**operands, "packed": False})

@@ -77,6 +77,14 @@ ZOS_HD int history_start(int begin, int q_start, int window) { return window - (
 // First visible token (0-based, of this step's new tokens) of a query whose window begins at `begin`.
 ZOS_HD int chunk_start(int begin, int q_start) { return larger(begin - q_start, 0); }
 
+// Rows of zeros (0 .. window) at the front of a sequence's `window` history rows: positions below 0 or below valid_start.
+ZOS_HD int history_padding(int q_start, int valid_start, int window) {
+    return smaller(larger(window - (q_start - valid_start), 0), window);
+}
+
+// Whether a later token of the same step takes the slot of the j-th of seqlen_q tokens in a ring of `slots`.
+ZOS_HD bool overwritten(int j, int seqlen_q, int slots) { return j < seqlen_q - slots; }
+
 // Index of the pooled entry that the token at `position` completes, or -1 when it completes none or the entry is cached.
 ZOS_HD int compressed_index(int position, Divisor ratio, int kv_cached_end) {
     const bool completes = remainder(position + 1, ratio) == 0;

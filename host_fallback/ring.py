@@ -51,6 +51,18 @@ def chunk_start(begin, q_start):
 
 
 @njit(cache=True, inline="always", error_model="numpy")
+def history_padding(q_start, valid_start, window):
+    """Rows of zeros (0 … window) at the front of the history rows: positions below 0 or below valid_start."""
+    return min(max(window - (q_start - valid_start), 0), window)
+
+
+@njit(cache=True, inline="always", error_model="numpy")
+def overwritten(j, seqlen_q, slots):
+    """Whether a later token of the same step takes the slot of the j-th of seqlen_q tokens in a ring of `slots`."""
+    return j < seqlen_q - slots
+
+
+@njit(cache=True, inline="always", error_model="numpy")
 def compressed_index(position, ratio, kv_cached_end):
     """Index of the pooled entry that `position` completes, or -1 when it completes none or the entry is cached."""
     if ring_slot(position + 1, ratio) == 0 and position >= kv_cached_end:

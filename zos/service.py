@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import zos.ops
-from device_kernels.decode_metadata import MAX_COMPRESSIONS
+from device_kernels.metadata import MAX_COMPRESSIONS
 from zos.arguments import whole_number
 from zos.edits import StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
