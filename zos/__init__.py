@@ -3,7 +3,7 @@
 from zos.errors import DeviceStateError, EditsDuringCaptureError, KernelNotReadyError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
 from zos.loop import DecodeLoop, StepResult
-from zos.metadata import DecodeMetadata
+from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.service import MetadataService
 from zos.table import ErrorCode, Phase, SequenceTable
 
@@ -20,6 +20,7 @@ __all__ = [
     "MetadataReplacedError",
     "MetadataService",
     "Phase",
+    "PrefillMetadata",
     "RingGeometry",
     "SequenceTable",
     "StepResult",
