@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from device_kernels.decode_metadata import chunk_count
+from device_kernels.entry import DTYPES
 from device_kernels.metadata import MAX_COMPRESSIONS
 from zos.arguments import INT32_LARGEST
 from zos.table import RECORD_WORDS
 
 EDIT_WORDS = 16
+SCALE_BLOCK = 32  # values that share a scale byte (MXFP8)
 INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
 
 # name -> (dtype, dimensions): B rows, b = B + 1, T token places, W window, digits as they are
@@ -183,3 +185,46 @@ def check_apply_table_edits(
         raise ValueError("edits must be a whole number of int64 at an address that is a multiple of 8")
     if num_edits < 0 or num_batches < 0 or (num_edits + num_batches) * EDIT_WORDS > edits.numel():
         raise ValueError(f"edits holds {edits.numel()} words, too few for {num_edits} + {num_batches} edits")
+
+
+def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    """Check a cache view against the [T, D] tensor on its other side."""
+    if values.dtype not in DTYPES:
+        raise ValueError(f"Invalid dtype of {name}: expected float32, float16 or bfloat16, got {values.dtype}")
+    if values.dim() != 2 or values.shape[1] < SCALE_BLOCK or values.shape[1] % SCALE_BLOCK:
+        raise ValueError(f"Invalid shape of {name}: expected [T, D], D a multiple of {SCALE_BLOCK}, got {list(values.shape)}")
+    _expect(name, values, values.dtype, tuple(values.shape), values.device)
+    if swa_cache.dtype is not torch.uint8:
+        raise ValueError(f"Invalid dtype of swa_cache: expected {torch.uint8}, got {swa_cache.dtype}")
+    if swa_cache.device != values.device:
+        raise ValueError(f"Invalid device of swa_cache: expected {values.device}, got {swa_cache.device}")
+    entry = values.shape[1] + values.shape[1] // SCALE_BLOCK
+    if swa_cache.dim() != 4 or swa_cache.shape[2] != 1 or swa_cache.shape[3] != entry:
+        raise ValueError(f"Invalid shape of swa_cache: expected [S, R, 1, {entry}], got {list(swa_cache.shape)}")
+    states, ring = swa_cache.shape[:2]
+    if ring < 1 or states * ring > INT32_LARGEST:
+        raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
+    state_stride, slot_stride, _, byte_stride = swa_cache.stride()
+    if byte_stride != 1 or slot_stride < entry or (states > 1 and state_stride < ring * slot_stride):
+        raise ValueError(f"Invalid stride of swa_cache: entries of {entry} bytes overlap in {swa_cache.stride()}")
+
+
+def check_swa_ring_store(
+    values: torch.Tensor, write_slot: torch.Tensor, swa_cache: torch.Tensor, cast_back: torch.Tensor | None
+) -> None:
+    """Raise ValueError unless the arguments of swa_ring_store fit each other."""
+    _expect_cache(swa_cache, values, "values")
+    _expect("write_slot", write_slot, INT64, (values.shape[0],), values.device)
+    if cast_back is not None:
+        _expect("cast_back", cast_back, values.dtype, tuple(values.shape), values.device)
+
+
+def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
+    """Raise ValueError unless the arguments of swa_ring_load fit each other."""
+    _expect_cache(swa_cache, out, "out")
+    rows = load_plan.shape[0]
+    _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
+    if load_plan.data_ptr() % 16:
+        raise ValueError(f"Invalid address of load_plan: expected a multiple of 16, got {load_plan.data_ptr():#x}")
+    if window < 1 or out.shape[0] < rows * window:
+        raise ValueError(f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[0]}")

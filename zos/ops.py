@@ -12,6 +12,13 @@ prepare_v4_decode_metadata
 prepare_v4_prefill_metadata
     The same but for kv_swa_index, chunk_places and packed; and swa_load_plan int32 [B, 3, 4], last_token_index int64 [B],
     kv_swa_full_index int32 [T, W] or None, max_prefill_tokens (= T).
+swa_ring_store
+    values float32, float16 or bfloat16 [T, D] (D a multiple of 32), write_slot int64 [T] (state * R + slot; others, -1 among them,
+    are skipped), swa_cache uint8 [S, R, 1, D + D / 32] (strides of states and slots free), cast_back like values or None: what a
+    reader of the ring will see.
+swa_ring_load
+    swa_cache, load_plan int32 [B, 3, 4], out float32, float16 or bfloat16 [B * window or more, D], of which the first B * window rows
+    are written, window.
 commit
     records, token_ids, tickets, num_kept int32 [B], finished bool [B] or None, next_tokens int64 [B, Q] or None, counters,
     tokens_per_step, max_prefill_tokens.
@@ -30,10 +37,14 @@ import torch
 import device_kernels.commit
 import device_kernels.decode_metadata
 import device_kernels.prefill_metadata
+import device_kernels.ring_load
+import device_kernels.ring_store
 import device_kernels.table_edits
 import host_fallback.commit
 import host_fallback.decode_metadata
 import host_fallback.prefill_metadata
+import host_fallback.ring_load
+import host_fallback.ring_store
 import host_fallback.table_edits
 from zos import checks
 
@@ -42,6 +53,8 @@ KERNELS = (
     *device_kernels.prefill_metadata.KERNELS,
     *device_kernels.commit.KERNELS,
     *device_kernels.table_edits.KERNELS,
+    *device_kernels.ring_store.KERNELS,
+    *device_kernels.ring_load.KERNELS,
 )
 
 _LIBRARY = torch.library.Library("zos", "DEF")
@@ -84,7 +97,7 @@ def _define(schema: str, check: Callable[..., None], host: Callable[..., None], 
 
     def checked(launch: Callable[..., None]) -> Callable[..., None]:
         def implementation(*arguments: Any) -> None:
-            named = dict(zip(names, arguments, strict=True))
+            named = {**defaults, **dict(zip(names, arguments, strict=False))}
             check(**named)
             launch(**named)
 
@@ -134,4 +147,16 @@ _define(
     checks.check_apply_table_edits,
     host_fallback.table_edits.apply_table_edits,
     device_kernels.table_edits.apply_table_edits,
+)
+_define(
+    "swa_ring_store(Tensor values, Tensor write_slot, Tensor(a!) swa_cache, Tensor(b!)? cast_back=None) -> ()",
+    checks.check_swa_ring_store,
+    host_fallback.ring_store.swa_ring_store,
+    device_kernels.ring_store.swa_ring_store,
+)
+_define(
+    "swa_ring_load(Tensor swa_cache, Tensor load_plan, Tensor(a!) out, int window) -> ()",
+    checks.check_swa_ring_load,
+    host_fallback.ring_load.swa_ring_load,
+    device_kernels.ring_load.swa_ring_load,
 )
