@@ -8,6 +8,10 @@ constexpr int WARP = 32;
 constexpr int MAX_WARPS = 32;
 constexpr int MAX_ROWS_PER_BLOCK = 32;  // one lane each where a warp sums them
 constexpr unsigned ALL_LANES = 0xffffffffu;
+// Words of a place here and in what is launched (docs/design.md): a *place* is an index into the outputs by token. A packed batch
+// puts rows one after the other, a strided one gives each row tokens_per_step places. A row that would end past the last place is
+// *deferred*: padding this step, as is every later row. A row is *live* when it has places, no error, and fits.
+// The record's layout is that of COLUMNS in zos/table.py.
 constexpr int RECORD_INT4S = 4;  // a record is 16 int32: (phase, seqlen_q, q_start, prompt_end), (swa_valid_start, kv_cached_end,
                                  // generation, error), (head, stop_at, chunk_q, decode_q), (error_value, -, -, -)
 constexpr int RECORD_VALID_START = 4, RECORD_ERROR = 7, RECORD_ERROR_VALUE = 12;
@@ -89,8 +93,8 @@ struct Row {
 // several rows are in flight together.
 __device__ __forceinline__ int places_of_row(const Params& p, int row) {
     const int state_id = state_of_row(p, row);
-    const int2 head = reinterpret_cast<const int2*>(p.records)[static_cast<long long>(larger(state_id, 0)) * RECORD_INT4S * 2];
-    return state_id < 0 ? 0 : row_places(head.x, head.y, p.limit);
+    const int2 phase_and_q = reinterpret_cast<const int2*>(p.records)[static_cast<long long>(larger(state_id, 0)) * RECORD_INT4S * 2];
+    return state_id < 0 ? 0 : row_places(phase_and_q.x, phase_and_q.y, p.limit);
 }
 
 // (places, live tokens) of a row, as if it fits; branchless like places_of_row.
@@ -145,7 +149,7 @@ __device__ __forceinline__ int lanes_before(int value) {
 
 __device__ __forceinline__ void write_scalars(const Params& p, const Row& r, int row, int place, int j) {
     int2 offset_len = {0, 0};
-    int4 pivots = {0, 0, 0, 0};
+    int4 pivots = {0, 0, 0, 0};  // into B * W history rows (section 1), then the step's own tokens (section 2)
     long long input_id = 0, write_slot = -1;
     const bool live = r.live && j < r.places;
     const int position = r.q_start + j;

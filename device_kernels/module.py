@@ -56,12 +56,12 @@ class Kernel:
 
     def load(self, device_index: int) -> Any:
         """Compile and load the kernel on a device. Raises KernelNotReadyError when called while capturing."""
-        if torch.cuda.is_current_stream_capturing():
-            raise KernelNotReadyError(
-                f"{self.name} is not loaded on cuda:{device_index} and cannot be while a CUDA graph is captured: "
-                "call MetadataService.warmup() before the capture"
-            )
         with torch.cuda.device(device_index):
+            if torch.cuda.is_current_stream_capturing():
+                raise KernelNotReadyError(
+                    f"{self.name} is not loaded on cuda:{device_index} and cannot be while a CUDA graph is captured: "
+                    "call MetadataService.warmup() before the capture"
+                )
             function = _module(self.stem).get_function(self.name)
         self._functions[device_index] = function
         return function

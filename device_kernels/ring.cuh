@@ -92,7 +92,7 @@ ZOS_HD int compressed_index(int position, Divisor ratio, int kv_cached_end) {
     return completes && position >= kv_cached_end ? quotient(position, ratio) : -1;
 }
 
-// ---- an entry's numbers (DESIGN, "Numbers that must hold": MXFP8) --------------------------------------------------------------
+// ---- an entry's numbers (docs/design.md, "Entry") --------------------------------------------------------------
 
 ZOS_HD float float_of(unsigned bits) {
 #ifdef __CUDA_ARCH__
@@ -159,7 +159,7 @@ ZOS_HD float e4m3_value(int byte) {
     return float_of(sign | bits_of(multiply(float_of(magnitude << 20), float_of(247u << 23))));
 }
 
-// ---- what a batch row is (DESIGN, "prepare": rules 1 to 3) -------------------------------------------------------------------
+// ---- what a batch row is (docs/design.md, "prepare": rules 1 to 3) -------------------------------------------------------------------
 
 // Token places that a row takes in a packed batch. `limit`: most tokens a row may have in this kind of batch.
 ZOS_HD int row_places(int phase, int seqlen_q, int limit) {
@@ -185,7 +185,7 @@ ZOS_HD int row_error_value(int error, int seqlen_q, int q_start, int valid_start
     return error == VALID_START_NEGATIVE || error == VALID_START_PAST_Q_START ? valid_start : q_start;
 }
 
-// ---- how a sequence moves on (DESIGN, "commit") ------------------------------------------------------------------------------
+// ---- how a sequence moves on (docs/design.md, "commit") ------------------------------------------------------------------------------
 
 // Error of a result for a row of q tokens that is not prefilling. A chunk longer than a decode step is kept whole or not at all.
 ZOS_HD int kept_error(int num_kept, int q, int tokens_per_step) {

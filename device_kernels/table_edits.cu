@@ -10,14 +10,17 @@ using namespace zos;
 constexpr int EDIT_WORDS = 16;
 constexpr int RECORD_INT4S = 4;
 
-enum Edit { ADMIT = 0, RELEASE = 1, RESET = 2, PAUSE = 3, RESUME = 4, SET_SEQLEN_Q = 5, SET_VALID_START = 6 };
+enum Edit { ADMIT = 1, RELEASE = 2, RESET = 3, PAUSE = 4, RESUME = 5, SET_SEQLEN_Q = 6, SET_VALID_START = 7 };  // 0: no edit
 
 struct Params {
     int4* records;         // [capacity, 4]
     long long* token_ids;  // [capacity, tokens_per_step] or null
     int* batches;          // [batch rows, batch_stride]
     const int* edits;      // [num_edits + num_batches, 16], then the payload that they point into
+    long long num_words;   // of edits
     long long batch_stride;
+    int capacity;
+    int num_batch_rows;
     int num_edits;
     int num_batches;
     int tokens_per_step;
@@ -31,12 +34,13 @@ struct Record {
     int4 d;  // error_value, -, -, -
 };
 
-// Tokens of the state's next step: from the payload, or zeros when there are none.
+// Tokens of the state's next step: from the payload at a word of the buffer, or zeros when there are none.
 __device__ void set_tokens(const Params& p, int state_id, int payload_at) {
     if (!p.token_ids) return;
-    const long long* tokens = reinterpret_cast<const long long*>(p.edits + (payload_at < 0 ? 0 : payload_at));
+    const bool given = payload_at >= 0 && payload_at / 2 + static_cast<long long>(p.tokens_per_step) <= p.num_words / 2;
+    const long long* tokens = reinterpret_cast<const long long*>(p.edits) + (given ? payload_at / 2 : 0);
     for (int j = 0; j < p.tokens_per_step; ++j)
-        p.token_ids[static_cast<long long>(state_id) * p.tokens_per_step + j] = payload_at < 0 ? 0 : tokens[j];
+        p.token_ids[static_cast<long long>(state_id) * p.tokens_per_step + j] = given ? tokens[j] : 0;
 }
 
 __device__ void apply_edit(const Params& p, Record& r, const int* edit) {
@@ -82,8 +86,11 @@ extern "C" __global__ void apply_table_edits(const __grid_constant__ Params p) {
     const int edit_blocks = (p.num_edits + blockDim.x - 1) / blockDim.x;
     if (blockIdx.x >= edit_blocks) {  // (batch row, -, payload position, ids)
         const int* edit = p.edits + static_cast<long long>(p.num_edits + blockIdx.x - edit_blocks) * EDIT_WORDS;
-        const int* ids = p.edits + edit[2];
         const int num_ids = edit[3];
+        const bool sound = edit[0] >= 0 && edit[0] < p.num_batch_rows && num_ids <= p.batch_stride && edit[2] >= 0 &&
+                           edit[2] + static_cast<long long>(num_ids) <= p.num_words;
+        if (!sound) return;  // skipped, as everything that would read or write outside
+        const int* ids = p.edits + edit[2];
         int* batch = p.batches + edit[0] * p.batch_stride;
         for (int row = threadIdx.x; row < num_ids; row += blockDim.x) batch[row] = ids[row];
         return;
@@ -92,6 +99,7 @@ extern "C" __global__ void apply_table_edits(const __grid_constant__ Params p) {
     if (first >= p.num_edits) return;
     const int* edit = p.edits + static_cast<long long>(first) * EDIT_WORDS;
     const int state_id = edit[0];
+    if (static_cast<unsigned>(state_id) >= static_cast<unsigned>(p.capacity)) return;
     if (first > 0 && edit[-EDIT_WORDS] == state_id) return;  // the thread of this state's first edit applies it
 
     int4* record = p.records + static_cast<long long>(state_id) * RECORD_INT4S;

@@ -8,7 +8,7 @@ from device_kernels.module import Kernel, pointer
 
 THREADS = 128
 
-_APPLY = Kernel("table_edits", "apply_table_edits", "4P" + "q" + "4i")
+_APPLY = Kernel("table_edits", "apply_table_edits", "4P2q6i")
 KERNELS = (_APPLY,)
 
 
@@ -34,7 +34,10 @@ def apply_table_edits(
         pointer(token_ids),
         batches.data_ptr(),
         edits.data_ptr(),
-        batches.stride(0),
+        edits.numel(),
+        batches.shape[1],
+        records.shape[0],
+        batches.shape[0],
         num_edits,
         num_batches,
         tokens_per_step,

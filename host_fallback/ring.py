@@ -78,7 +78,7 @@ def row_places(phase, seqlen_q, limit):
 
 @njit(cache=True, error_model="numpy")
 def row_error(phase, seqlen_q, q_start, prompt_end, valid_start, limit):
-    """ErrorCode of a row (DESIGN, "prepare": rules 1 to 3), NO_ERROR for sound and for padding rows."""
+    """ErrorCode of a row (docs/design.md, "prepare": rules 1 to 3), NO_ERROR for sound and for padding rows."""
     if phase != LIVE or seqlen_q == 0:
         return NO_ERROR
     prefilling = q_start < prompt_end

@@ -16,8 +16,8 @@ def _value_tables() -> tuple[np.ndarray, np.ndarray]:
     values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
     elements = np.where(byte & 0x80, -values, values).astype(np.float32)
     elements[magnitude == E4M3_NAN] = np.nan
-    scales = np.ldexp(np.ones(256), byte - 127).astype(np.float32)  # byte 0 is the subnormal 2^-127
-    scales[E8M0_NAN] = np.nan
+    scales = np.full(256, np.nan, np.float32)
+    scales[:E8M0_NAN] = np.ldexp(1.0, byte[:E8M0_NAN] - 127)  # byte 0 is the subnormal 2^-127
     return elements, scales
 
 
@@ -44,7 +44,9 @@ def dequantise(entries: np.ndarray) -> np.ndarray:
 def swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
     """Gather, dequantise and zero-fill, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
     states, ring = swa_cache.shape[:2]
-    entries = np.zeros((load_plan.shape[0] * window, swa_cache.shape[3]), np.uint8)  # byte 0 is +0 under any scale but NaN
+    entries = np.zeros(
+        (load_plan.shape[0] * window, swa_cache.shape[3]), np.uint8
+    )  # byte 0 is +0 under any scale but NaN
     cache = swa_cache.numpy()
     for state, slot, to, rows in load_plan.reshape(-1, 4).tolist():
         last = min(rows, ring - slot)

@@ -9,7 +9,7 @@ from numba import njit
 from host_fallback.ring import ERROR, FREE, LIVE, NO_ERROR, PAUSED, next_seqlen_q
 
 EDIT_WORDS = 16
-ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START = range(7)
+ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START = range(1, 8)  # 0: no edit
 
 _NO_TOKENS = np.zeros((0, 0), np.int64)
 
@@ -25,8 +25,9 @@ def _apply_edit(record, tokens, edit, words, tokens_per_step, max_prefill_tokens
         record[4], record[5], record[6] = edit[5], edit[6], generation + 1
         record[8], record[9], record[10], record[11] = edit[3], edit[7], edit[8], edit[9]
         tokens[:] = 0
-        if edit[10] >= 0 and tokens.size > 0:
-            tokens[:] = words[edit[10] // 2 : edit[10] // 2 + tokens_per_step]
+        at = edit[10] // 2
+        if edit[10] >= 0 and tokens.size > 0 and at + tokens_per_step <= words.shape[0]:
+            tokens[:] = words[at : at + tokens_per_step]
     elif kind == RELEASE:
         record[0], record[6], record[7], record[12] = FREE, record[6] + 1, NO_ERROR, 0
     elif kind == RESET:
@@ -53,11 +54,15 @@ def _apply(records, token_ids, batches, edits, words, num_edits, num_batches, to
     nobody = np.zeros(0, np.int64)
     for i in range(num_edits):
         edit = edits[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
+        if not 0 <= edit[0] < records.shape[0]:
+            continue  # skipped, as everything that would read or write outside
         tokens = token_ids[edit[0]] if token_ids.size > 0 else nobody
         _apply_edit(records[edit[0]], tokens, edit, words, tokens_per_step, max_prefill_tokens)
     for i in range(num_edits, num_edits + num_batches):
         edit = edits[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
-        batches[edit[0], : edit[3]] = edits[edit[2] : edit[2] + edit[3]]
+        row, at, count = np.int64(edit[0]), np.int64(edit[2]), np.int64(edit[3])
+        if 0 <= row < batches.shape[0] and at >= 0 and 0 <= count <= batches.shape[1] and at + count <= edits.shape[0]:
+            batches[row, :count] = edits[at : at + count]
 
 
 def apply_table_edits(

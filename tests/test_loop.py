@@ -157,3 +157,66 @@ def test_capture_is_keyed_by_batch_and_budget() -> None:
         loop.set_batch(range(rows))
         loop.run(steps=5)
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == allocated
+
+
+def test_deferred_rows_get_their_turn_when_the_batch_is_set_each_step(device: str) -> None:
+    """An engine with arrivals sets the batch again all the time; the order that waiting rows have by then stays."""
+    svc = service(device)
+    for state_id in range(3):
+        svc.set_seqlen_q(state_id, 6)
+    loop = zos.DecodeLoop(svc, keep_all)
+    for _ in range(12):
+        loop.set_batch([0, 1, 2], max_tokens=6)
+        loop.run()
+    svc.check()
+    assert svc.table.q_start[:3].tolist() == [24, 34, 44]
+
+
+def test_run_leaves_nothing_staged(device: str) -> None:
+    """Rotation waits for the next step: a capture of one's own right after a run meets no edits that one did not make."""
+    svc = service(device)
+    loop = zos.DecodeLoop(svc, keep_all)
+    loop.set_batch(range(8), max_tokens=12)
+    loop.run(steps=2)
+    assert not svc._edits
+
+
+def test_foreign_batch_is_refused(device: str) -> None:
+    """Two loops on one slot, or a set_batch beside a loop: running the other's rows would move the wrong sequences."""
+    svc = service(device)
+    first, second = zos.DecodeLoop(svc, keep_all), zos.DecodeLoop(svc, keep_all)
+    first.set_batch([0, 1])
+    second.set_batch([7])
+    with pytest.raises(ValueError, match="slot 0 was set by another caller"):
+        first.run()
+    second.run()
+    svc.set_batch([3])
+    with pytest.raises(ValueError, match="set by another caller"):
+        second.run()
+    svc.check()
+    assert svc.table.q_start[:2].tolist() == [0, 10]
+
+
+@pytest.mark.parametrize("budget", [5, "x", 2.5])
+def test_bad_budget(device: str, budget: object) -> None:
+    """The budget is checked before it is cut to what the batch can use; strided has none."""
+    loop = zos.DecodeLoop(service(device), keep_all)
+    with pytest.raises(ValueError, match="max_tokens="):
+        loop.set_batch([1], max_tokens=budget)  # type: ignore[arg-type]
+    strided = zos.DecodeLoop(service(device, token_layout="strided"), keep_all)
+    with pytest.raises(ValueError, match="no token budget"):
+        strided.set_batch([1], max_tokens=100)
+
+
+@pytest.mark.gpu
+def test_loops_on_two_devices() -> None:
+    """A loop on the second GPU captures on that one, also after a capture on the first."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    for index in (0, 1):
+        svc = service(f"cuda:{index}")
+        loop = zos.DecodeLoop(svc, keep_all)
+        loop.set_batch([3])
+        loop.run(steps=2)
+        assert svc.table.q_start[3].item() == 38
+        assert torch.cuda.current_device() == 0

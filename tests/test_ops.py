@@ -54,7 +54,7 @@ def test_opcheck_commit_and_edits(device: str) -> None:
         (*table, operands["tickets"], kept, kept > 1, tokens, operands["counters"], 6, 8192),
     )
     edits = torch.zeros(64, dtype=torch.int32, device=device)
-    edits[:3] = torch.tensor([3, 5, 4], dtype=torch.int32)  # state 3: SET_SEQLEN_Q 4
+    edits[:3] = torch.tensor([3, 6, 4], dtype=torch.int32)  # state 3: SET_SEQLEN_Q 4
     batches = torch.zeros(2, 4, dtype=torch.int32, device=device)
     torch.library.opcheck(torch.ops.zos.apply_table_edits.default, (*table, batches, edits, 1, 0, 6, 8192))
 
@@ -100,12 +100,15 @@ BAD_OPERANDS: list[tuple[str, Any, str]] = [
     ("counters", lambda t: t.int(), "dtype of counters"),
     ("chunk_places", lambda t: t[:0], "chunk_places"),
     ("ring", lambda ring: 132, "ring=132 is too short"),
-    ("window", lambda window: 0, "too short"),
+    ("window", lambda window: 0, "window=0 is outside"),
     ("tokens_per_step", lambda step: 0, "tokens_per_step=0"),
-    ("compression_ratios", lambda ratios: [0], "ratio 0"),
+    ("compression_ratios", lambda ratios: [0], "compression_ratios=0 is outside"),
     ("compression_entries", lambda entries: [6], "too short for ratio 2"),
     ("compression_entries", lambda entries: [], "expected as many of each"),
     ("compression_index", lambda t: t[:, :3], "shape of compression_index"),
+    ("compression_ratios", lambda ratios: [2**32], "compression_ratios=4294967296"),
+    ("compression_entries", lambda entries: [2**40], "compression_entries=1099511627776"),
+    ("ring", lambda ring: 2**31, "ring=2147483648"),
 ]
 
 

@@ -126,10 +126,10 @@ def test_seconds_limit(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--cases", "0"], "'0' is not a whole number of at least 1"),
+        (["--cases", "0"], "'0' is no whole number of 1 or more"),
         (["--cases", "many"], "'many'"),
         (["--seed", "-1"], "--seed"),
-        (["--seconds", "nan"], "'nan' is not a positive number of seconds"),
+        (["--seconds", "nan"], "'nan' is no number above 0"),
         (["--seconds", "-1"], "--seconds"),
         (["--oracle-every", "0"], "--oracle-every"),
         (["--oracle-every", "2", "--device", "cpu"], "--oracle-every needs a second path"),

@@ -18,7 +18,7 @@ SOURCES = Path(module.__file__).parent
 LARGEST = 2**31 - 1
 LIVE = 1
 
-# Each function in plain Python, written from DESIGN and the seed.
+# Each function in plain Python, written from docs/design.md.
 FORMULAS: dict[str, Callable[..., int]] = {
     "quotient": lambda n, d: n // d,
     "remainder": lambda n, d: n % d,
@@ -42,7 +42,7 @@ FORMULAS: dict[str, Callable[..., int]] = {
 
 
 def expected_error(phase: int, q: int, start: int, prompt_end: int, valid: int, limit: int) -> int:
-    """DESIGN's row rules in their order; the numbers are ErrorCode's."""
+    """The row rules of docs/design.md in their order; the numbers are ErrorCode's."""
     if phase != LIVE or q == 0 or (start < prompt_end and q > limit):
         return 0
     rules = (

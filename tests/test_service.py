@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -53,6 +56,10 @@ BAD_CALLS: list[tuple[str, Any, type[Exception], str]] = [
     ("batch duplicate", lambda s: s.set_batch([1, 2, 1]), ValueError, "state_id 1 twice"),
     ("batch id", lambda s: s.set_batch([16]), IndexError, "state_id=16"),
     ("batch id -2", lambda s: s.set_batch([-2]), IndexError, "state_id=-2"),
+    ("batch id float", lambda s: s.set_batch([-1.0]), ValueError, "state_id=-1.0 is not a whole number"),
+    ("batch of a number", lambda s: s.set_batch(5), ValueError, "state_ids=5 is not a sequence"),
+    ("admit array", lambda s: s.admit(torch.zeros(2)), ValueError, "is not a whole number"),
+    ("commit nothing", lambda s: s.commit(None, torch.zeros(1)), ValueError, "metadata is a NoneType"),
     ("budget low", lambda s: s.set_batch([1, 2], batch=2, max_tokens=5), ValueError, r"max_tokens=5 is outside 6 … 12"),
     ("budget high", lambda s: s.set_batch([1, 2], batch=2, max_tokens=13), ValueError, "max_tokens=13"),
     ("slot", lambda s: s.set_batch([1], slot=1), IndexError, "slot=1 is outside 0 … 0"),
@@ -91,6 +98,9 @@ def test_bad_call(call: Any, error: type[Exception], message: str) -> None:
         ({"compression_ratios": (zos.CompressionRing(2, tokens_per_step=3),)}, "for 3 tokens per step, not 6"),
         ({"capacity": (2**31 - 1) // 134 + 1}, r"capacity \* ring=21474"),
         ({"device": "meta"}, "device=meta"),
+        ({"device": "banana"}, "device='banana' is no device"),
+        ({"device": None}, "device=None is no device"),
+        ({"compression_ratios": 2}, "compression_ratios=2 is not a sequence"),
     ],
 )
 def test_bad_configuration(options: dict[str, Any], message: str) -> None:
@@ -196,3 +206,47 @@ def test_device_seqlen_q_does_not_revive(device: str) -> None:
     svc.flush()
     svc.table.seqlen_q[:] = 6
     assert svc.prepare().seqlens_k.tolist() == [0, 0]
+
+
+def test_ids_of_any_integer_type() -> None:
+    """NumPy and torch scalars are whole numbers too, and a generator is a sequence of ids."""
+    svc = service()
+    svc.admit(np.int64(3), q_start=torch.tensor(7))
+    svc.set_batch((np.int32(i) for i in (3, -1)), batch=2)
+    assert svc.prepare().seqlens_k.tolist() == [13, 0]
+
+
+def test_copies_are_refused() -> None:
+    """A copy would share or lose the memory that operators are bound to, and corrupt both."""
+    svc = service()
+    svc.set_batch([1], batch=1)
+    metadata = svc.prepare()
+    for original in (svc, metadata):
+        for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(TypeError, match="cannot be copied or pickled"):
+                duplicate(original)
+
+
+def test_default_device_of_torch_does_not_matter() -> None:
+    """Engines build models under a default device; the pinned buffers stay on the host."""
+    with torch.device("meta"):
+        svc = service()
+        svc.set_batch([1], batch=1)
+        svc.prepare()
+        svc.warmup()
+    assert svc.prepare().seqlens_k.tolist() == [16]
+
+
+def test_own_graph_makes_the_batch_unknown(device: str) -> None:
+    """After `launched` the host cannot know what was prepared: metadata of either size may be the newest."""
+    svc = service(device)
+    svc.set_batch([1], batch=1)
+    small = svc.prepare()
+    svc.set_batch([1], batch=2)
+    svc.prepare()
+    svc.flush()
+    small.launch_prepare()  # what a replay of a graph captured with one row does
+    svc.launched(1)
+    svc.commit(small, torch.tensor([2], dtype=torch.int32, device=device))
+    svc.check()
+    assert svc.table.q_start[1].item() == 12

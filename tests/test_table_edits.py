@@ -9,7 +9,7 @@ import torch
 
 import zos
 from tests.reference import assert_bitwise_equal
-from zos.edits import EDITS_PER_BUFFER
+from zos.edits import EDITS_PER_BUFFER, Edit
 from zos.table import COLUMNS
 
 
@@ -161,3 +161,24 @@ def test_failed_launch_keeps_the_edits(device: str, monkeypatch: pytest.MonkeyPa
         with pytest.raises(ZeroDivisionError):
             svc.prepare()
     assert svc.prepare().seqlens_k.tolist() == [11]
+
+
+def test_edits_outside_are_skipped(device: str) -> None:
+    """The raw operator with ids, batch rows or payloads that do not exist writes nothing anywhere."""
+    svc = service(device, carry_tokens=True)
+    svc.admit(state_id=3, q_start=5, tokens=[9])
+    svc.flush()
+    before = [svc.table.records.clone(), svc.table.token_ids.clone()]
+    guarded = torch.full((4, 4), -1, dtype=torch.int32, device=device)
+    words = torch.zeros(8, 16, dtype=torch.int32)
+    for row, state_id in zip(words[:4], (16, 10**7, -1, -(2**31)), strict=True):
+        row[:3] = torch.tensor([state_id, Edit.SET_SEQLEN_Q, 3])
+    words[4, :4] = torch.tensor([1, 0, 120, 100])  # more ids than a batch has
+    words[5, :4] = torch.tensor([7, 0, 0, 1])  # a batch row that is none
+    words[6, :4] = torch.tensor([-1, 0, 0, 1])
+    words[7, :4] = torch.tensor([1, 0, 2**31 - 2, 4])
+    edits = words.reshape(-1).to(device)
+    torch.ops.zos.apply_table_edits(svc.table.records, svc.table.token_ids, guarded[1:3], edits, 4, 4, 6, 8192)
+    assert_bitwise_equal(svc.table.records, before[0], "records")
+    assert_bitwise_equal(svc.table.token_ids, before[1], "token_ids")
+    assert (guarded == -1).all()

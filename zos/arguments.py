@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import operator
 from typing import Any
 
 import torch
@@ -11,22 +13,32 @@ INT32_LARGEST = 2**31 - 1
 
 def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> int:
     """Return `value` as an int; raise ValueError naming the argument unless it is a whole number in low … high (inclusive)."""
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise ValueError(f"{name}={value!r} is not a whole number")
-    number: int = value.__index__()
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise ValueError(f"{name}={value!r} is not a whole number") from None
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is outside {low} … {high}")
     return number
 
 
 def resolve_device(device: str | torch.device) -> torch.device:
-    """Device with its index; ValueError unless it is the CPU or a CUDA device that exists."""
-    resolved = torch.device(device)
+    """Device with its index; ValueError unless it is the CPU or a CUDA device that exists and can be used."""
+    try:
+        resolved = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device={device!r} is no device") from None
     if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"device={device} is neither a CPU nor a CUDA device")
-    if resolved.type == "cuda":
-        if not torch.cuda.is_available():
-            raise ValueError(f"device={device} given, but torch finds no CUDA device")
-        if resolved.index is None:
-            resolved = torch.device("cuda", torch.cuda.current_device())
-    return resolved
+    if resolved.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ValueError(f"device={device} given, but torch finds no CUDA device")
+    if importlib.util.find_spec("cupy") is None:
+        raise ValueError(f"device={device} needs CuPy: install zos[cu13] or zos[cu12]")
+    index = torch.cuda.current_device() if resolved.index is None else resolved.index
+    if index >= torch.cuda.device_count():
+        raise ValueError(f"device={device} given, but there are {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)

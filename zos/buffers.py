@@ -14,7 +14,7 @@ from zos.metadata import DecodeMetadata, PrefillMetadata, SlotOrigin, StepMetada
 from zos.ops import bind_prepare_v4_decode_metadata, bind_prepare_v4_prefill_metadata
 from zos.table import SequenceTable
 
-VIEWS_KEPT = 64  # shapes whose views a slot keeps; a loop's buckets are fewer
+VIEWS_KEPT = 512  # shapes whose views a slot keeps, those used last
 
 Metadata = TypeVar("Metadata", bound=StepMetadata)
 
@@ -96,7 +96,9 @@ class _StepBuffers(Generic[Metadata]):
 
     def _view(self, batch: int, tokens: int, extra: dict[str, Any], key: Hashable) -> Metadata:
         """Views of `batch` rows and `tokens` token places; the same object for the same key."""
-        if key not in self._views:
+        if key in self._views:
+            self._views.move_to_end(key)
+        else:
             self._views[key] = self._make_view(batch, tokens, extra)
             if len(self._views) > VIEWS_KEPT:
                 self._views.popitem(last=False)

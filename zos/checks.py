@@ -9,7 +9,7 @@ import torch
 from device_kernels.decode_metadata import chunk_count
 from device_kernels.entry import DTYPES
 from device_kernels.metadata import MAX_COMPRESSIONS
-from zos.arguments import INT32_LARGEST
+from zos.arguments import INT32_LARGEST, whole_number
 from zos.table import RECORD_WORDS
 
 EDIT_WORDS = 16
@@ -63,8 +63,7 @@ def _expect_table(records: torch.Tensor, token_ids: torch.Tensor | None, tokens_
     _expect("records", records, INT32, (records.shape[0], RECORD_WORDS), records.device)
     if records.data_ptr() % 16:
         raise ValueError(f"Invalid address of records: expected a multiple of 16, got {records.data_ptr():#x}")
-    if tokens_per_step < 1:
-        raise ValueError(f"tokens_per_step={tokens_per_step} must be 1 or more")
+    whole_number("tokens_per_step", tokens_per_step, 1)
     if token_ids is not None:
         _expect("token_ids", token_ids, INT64, (records.shape[0], tokens_per_step), records.device)
 
@@ -77,7 +76,9 @@ def _expect_metadata(
     window, ring, step = operands["window"], operands["ring"], operands["tokens_per_step"]
     _expect_table(records, token_ids, step)
     device, rows, places = records.device, operands["state_ids"].numel(), operands["positions"].numel()
-    if window < 1 or ring < window + step - 1:
+    whole_number("window", window, 1)
+    whole_number("ring", ring, 1)
+    if ring < window + step - 1:
         raise ValueError(f"ring={ring} is too short for window={window} and tokens_per_step={step}")
     if records.shape[0] * ring > INT32_LARGEST:
         raise ValueError(f"capacity * ring = {records.shape[0] * ring} must be below 2^31")
@@ -108,7 +109,9 @@ def _expect_compression(operands: dict[str, Any], places: int, device: torch.dev
             f"{MAX_COMPRESSIONS} at most"
         )
     for ratio, size in zip(ratios, entries, strict=True):
-        if ratio < 1 or size < ratio + operands["tokens_per_step"] - 1:
+        whole_number("compression_ratios", ratio, 1)
+        whole_number("compression_entries", size, 1)
+        if size < ratio + operands["tokens_per_step"] - 1:
             raise ValueError(f"a compression ring of {size} entries is too short for ratio {ratio}")
     stride = operands["compression_write_slot"].stride(0)
     for name in ("compression_write_slot", "compression_index"):
@@ -135,8 +138,7 @@ def check_prepare_v4_decode_metadata(**operands: Any) -> None:
 def check_prepare_v4_prefill_metadata(**operands: Any) -> None:
     """Raise ValueError unless the arguments of prepare_v4_prefill_metadata fit each other."""
     most = operands["max_prefill_tokens"]
-    if most < 1:
-        raise ValueError(f"max_prefill_tokens={most} must be 1 or more")
+    whole_number("max_prefill_tokens", most, 1)
     _expect_metadata(operands, _PREFILL, most, most)
 
 
@@ -153,7 +155,8 @@ def check_commit(
 ) -> None:
     """Raise ValueError unless the arguments of commit fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
-    device, rows = records.device, tickets.shape[0]
+    whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+    device, rows = records.device, tickets.numel() // 4
     _expect("tickets", tickets, INT32, (rows, 4), device)
     if tickets.data_ptr() % 16:
         raise ValueError(f"Invalid address of tickets: expected a multiple of 16, got {tickets.data_ptr():#x}")
@@ -179,7 +182,10 @@ def check_apply_table_edits(
 ) -> None:
     """Raise ValueError unless the arguments of apply_table_edits fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
-    _expect("batches", batches, INT32, (batches.shape[0], batches.shape[-1]), records.device)
+    whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+    if batches.dim() != 2:
+        raise ValueError(f"Invalid shape of batches: expected [batch rows, max_batch], got {list(batches.shape)}")
+    _expect("batches", batches, INT32, tuple(batches.shape), records.device)
     _expect("edits", edits, INT32, (edits.numel(),), records.device)
     if edits.data_ptr() % 8 or edits.numel() % 2:
         raise ValueError("edits must be a whole number of int64 at an address that is a multiple of 8")
@@ -192,7 +198,9 @@ def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> N
     if values.dtype not in DTYPES:
         raise ValueError(f"Invalid dtype of {name}: expected float32, float16 or bfloat16, got {values.dtype}")
     if values.dim() != 2 or values.shape[1] < SCALE_BLOCK or values.shape[1] % SCALE_BLOCK:
-        raise ValueError(f"Invalid shape of {name}: expected [T, D], D a multiple of {SCALE_BLOCK}, got {list(values.shape)}")
+        raise ValueError(
+            f"Invalid shape of {name}: expected [T, D], D a multiple of {SCALE_BLOCK}, got {list(values.shape)}"
+        )
     _expect(name, values, values.dtype, tuple(values.shape), values.device)
     if swa_cache.dtype is not torch.uint8:
         raise ValueError(f"Invalid dtype of swa_cache: expected {torch.uint8}, got {swa_cache.dtype}")
@@ -227,4 +235,6 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
     if load_plan.data_ptr() % 16:
         raise ValueError(f"Invalid address of load_plan: expected a multiple of 16, got {load_plan.data_ptr():#x}")
     if window < 1 or out.shape[0] < rows * window:
-        raise ValueError(f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[0]}")
+        raise ValueError(
+            f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[0]}"
+        )

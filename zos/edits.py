@@ -20,15 +20,15 @@ INT64_WORDS = 2
 
 
 class Edit(IntEnum):
-    """What a record edit does; the numbers are those of device_kernels/table_edits.cu."""
+    """What a record edit does; the numbers are those of device_kernels/table_edits.cu, and zeros are no edit."""
 
-    ADMIT = 0
-    RELEASE = 1
-    RESET = 2
-    PAUSE = 3
-    RESUME = 4
-    SET_SEQLEN_Q = 5
-    SET_VALID_START = 6
+    ADMIT = 1
+    RELEASE = 2
+    RESET = 3
+    PAUSE = 4
+    RESUME = 5
+    SET_SEQLEN_Q = 6
+    SET_VALID_START = 7
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from device_kernels.metadata import MAX_COMPRESSIONS
@@ -14,7 +14,7 @@ class RingGeometry:
     """Sizes of a sequence's sliding-window ring.
 
     A decode step writes its tokens_per_step new vectors first and attends then, so the ring holds the first query's window and
-    the whole step at once: window + tokens_per_step - 1 slots (seed, "Sliding-window attention"); a non-causal draft block, whose
+    the whole step at once: window + tokens_per_step - 1 slots (docs/design.md, "Ring"); a non-causal draft block, whose
     queries all see `window` tokens of context, needs one more.
 
     Parameters
@@ -79,7 +79,7 @@ class CompressionRing:
         True where an entry pools the `ratio` tokens before its own as well.
     entries : int, optional
         Entries of the ring. Default, and the least that is accepted: ratio + tokens_per_step - 1, with overlap
-        2 * ratio + tokens_per_step - 1 (seed, "Sliding-window attention").
+        2 * ratio + tokens_per_step - 1 (docs/design.md, "Ring").
 
     Raises
     ------
@@ -117,6 +117,8 @@ class CompressionRing:
 
 def compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:
     """Rings for what a caller asked for, an int being a ring without overlap; ValueError for a ratio twice or too many."""
+    if not isinstance(ratios, Iterable):
+        raise ValueError(f"compression_ratios={ratios!r} is not a sequence")
     rings = tuple(
         ratio if isinstance(ratio, CompressionRing) else CompressionRing(ratio, tokens_per_step) for ratio in ratios
     )

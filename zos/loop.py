@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -71,9 +70,12 @@ class DecodeLoop:
     def __init__(
         self, service: MetadataService, step: Step, *, buckets: Sequence[int] | None = None, slot: int = 0
     ) -> None:
+        if not callable(step):
+            raise ValueError(f"step={step!r} is not callable")
         self._service = service
         self._step = step
         self._slot = slot
+        self._batches_set = service.batches_set(slot)  # raises IndexError for a slot that is none
         largest = service.max_batch
         sizes = default_buckets(largest) if buckets is None else buckets
         self.buckets = tuple(sorted({whole_number("buckets", size, 1, largest) for size in sizes}))
@@ -81,9 +83,10 @@ class DecodeLoop:
             raise ValueError("buckets is empty")
         self._graphs: dict[tuple[int, int], _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory pool that all graphs share
-        self._rows: deque[int] = deque()  # state ids of the batch, in row order
+        self._rows: list[int] = []  # state ids of the batch, in row order
         self._shape: tuple[int, int] | None = None  # (B, T) of the batch
         self._rotation = 0  # rows to move to the end after each step: those that are served for certain
+        self._rotation_due = False
 
     @property
     def metadata(self) -> DecodeMetadata:
@@ -100,7 +103,8 @@ class DecodeLoop:
         """Stage the batch of the next steps, padded to the smallest bucket that fits.
 
         With a token budget (`max_tokens`, packed layout) that may not fit all rows, the rows served for certain move to the end of
-        the batch after each step, so that a deferred row gets its turn.
+        the batch before the next step, so that a deferred row gets its turn; a batch set again keeps the order that its states
+        have by then. `metadata.state_ids` says which state a row is.
 
         Raises
         ------
@@ -108,15 +112,33 @@ class DecodeLoop:
             As MetadataService.set_batch, or more rows than the largest bucket.
         """
         ids = list(state_ids)
-        batch = self.bucket(len(ids))
+        batch, step = self.bucket(len(ids)), self._service.geometry.tokens_per_step
+        tokens = self._budget(batch, max_tokens)
+        rotation = tokens // step if len(ids) * step > tokens else 0
+        if rotation:
+            rows = self._rotated() if self._rotation_due else self._rows
+            wanted, known = set(ids), set(rows)
+            ids = [state_id for state_id in rows if state_id in wanted] + [s for s in ids if s not in known]
+        self._stage(ids, batch, tokens)
+        self._rotation, self._rotation_due = rotation, False
+
+    def _budget(self, batch: int, max_tokens: int | None) -> int:
+        """Token places of a batch: the budget, where the batch could use more."""
         step = self._service.geometry.tokens_per_step
-        tokens = batch * step if max_tokens is None else min(max_tokens, batch * step)
-        self._service.set_batch(
-            ids, batch=batch, max_tokens=None if tokens == batch * step else tokens, slot=self._slot
-        )
-        self._rows = deque(ids)
-        self._shape = (batch, tokens)
-        self._rotation = tokens // step if len(ids) * step > tokens else 0
+        if max_tokens is None:
+            return batch * step
+        if self._service.token_layout == "strided":
+            raise ValueError(f"max_tokens={max_tokens} given, but token_layout='strided' has no token budget")
+        return min(whole_number("max_tokens", max_tokens, step), batch * step)
+
+    def _stage(self, ids: list[int], batch: int, tokens: int) -> None:
+        budget = None if tokens == batch * self._service.geometry.tokens_per_step else tokens
+        self._service.set_batch(ids, batch=batch, max_tokens=budget, slot=self._slot)
+        self._batches_set = self._service.batches_set(self._slot)
+        self._rows, self._shape = ids, (batch, tokens)
+
+    def _rotated(self) -> list[int]:
+        return self._rows[self._rotation :] + self._rows[: self._rotation]
 
     def bucket(self, rows: int) -> int:
         """Return the smallest bucket that holds `rows` rows."""
@@ -126,24 +148,31 @@ class DecodeLoop:
         raise ValueError(f"state_ids has {rows} rows, more than the largest bucket {self.buckets[-1]}")
 
     def run(self, steps: int = 1) -> None:
-        """Run `steps` steps of the current batch; staged edits take effect before the first."""
+        """Run `steps` steps of the current batch; staged edits take effect before the first.
+
+        Raises
+        ------
+        ValueError
+            No batch was set, or another caller set the slot's batch since: its rows would not be this loop's.
+        """
         batch, tokens = self._batch_shape()
+        if self._batches_set != self._service.batches_set(self._slot):
+            raise ValueError(f"the batch of slot {self._slot} was set by another caller since loop.set_batch")
         for _ in range(whole_number("steps", steps, 0)):
+            if self._rotation_due:
+                self._stage(self._rotated(), batch, tokens)
             if self._service.device.type == "cuda":
                 self._replay(batch, tokens)
             else:
                 metadata = self._service.prepare(self._slot)
                 self._service.commit(metadata, *_as_result(self._step(metadata)))
-            if self._rotation:
-                self._rows.rotate(-self._rotation)
-                self._service.set_batch(self._rows, batch=batch, max_tokens=tokens, slot=self._slot)
+            self._rotation_due = self._rotation > 0
 
     def capture(self, batch_sizes: Iterable[int] | None = None, max_tokens: int | None = None) -> None:
         """Capture the graphs of these buckets (default: all) for a token budget ahead of their first use; no-op on the CPU."""
-        step = self._service.geometry.tokens_per_step
         for rows in self.buckets if batch_sizes is None else batch_sizes:
             batch = self.bucket(rows)
-            tokens = batch * step if max_tokens is None else min(max_tokens, batch * step)
+            tokens = self._budget(batch, max_tokens)
             if self._service.device.type == "cuda":
                 self._captured(batch, tokens)
 
@@ -156,8 +185,8 @@ class DecodeLoop:
         captured = self._captured(batch, tokens)
         self._service.flush()
         captured.graph.replay()
-        captured.metadata.origin.prepared_batch = batch
         self._service.launched(1)
+        captured.metadata.origin.prepared_batch = batch
 
     def _captured(self, batch: int, tokens: int) -> _Captured:
         captured = self._graphs.get((batch, tokens))
@@ -170,17 +199,19 @@ class DecodeLoop:
         service = self._service
         service.warmup()
         metadata = service.private_metadata(batch, tokens)
-        warm, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        warm.wait_stream(current)
-        with torch.cuda.stream(warm):
-            for _ in range(WARMUP_RUNS):
-                self._run_body(metadata)
-        current.wait_stream(warm)
-        current.synchronize()  # the private buffers are freed below: nothing may still use them
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        side.wait_stream(current)
+        try:
+            with torch.cuda.stream(side):
+                for _ in range(WARMUP_RUNS):
+                    self._run_body(metadata)
+        finally:  # also when step raises: the private buffers are freed, and nothing may still write to them
+            current.wait_stream(side)
+            current.synchronize()
 
         metadata = service.slot_metadata(self._slot, batch, tokens)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with torch.cuda.graph(graph, pool=self._pool, stream=side):  # the default one may be another device's
             result = self._run_body(metadata)
         self._pool = graph.pool()
         return _Captured(graph, metadata, result)

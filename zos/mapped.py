@@ -28,12 +28,12 @@ def shared_zeros(size: int, dtype: torch.dtype, device: torch.device) -> tuple[t
     a CUDA tensor, not the pinned one, so that a clone (torch.compile makes them) lands in device memory and stays legal to write.
     """
     if device.type != "cuda":
-        host = torch.zeros(size, dtype=dtype)
+        host = torch.zeros(size, dtype=dtype, device="cpu")  # whatever torch's default device is
         return host, host
     import cupy
 
     with torch.cuda.device(device):
-        host = torch.zeros(size, dtype=dtype, pin_memory=True)
+        host = torch.zeros(size, dtype=dtype, device="cpu", pin_memory=True)
         address = cupy.cuda.runtime.pointerGetAttributes(host.data_ptr()).devicePointer
         on_device = torch.as_tensor(_DeviceAddress(address, host), device=device)
     if on_device.data_ptr() != address:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ class SlotOrigin:
     prepared_batch: int | None = None  # B of the slot's last eager prepare or replay: whose tickets its buffers hold
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class StepMetadata:
     """What both kinds of step have: views of exactly B rows and T token places.
 
@@ -32,7 +32,9 @@ class StepMetadata:
     tokens: int  # T
     state_ids: torch.Tensor  # int32 [B]: state of each row [-1]; what prepare reads
     kv_swa_index_offset_len: torch.Tensor  # int32 [T, 2]: (state_id * R + lo % R, window length) [0, 0]
-    kv_swa_full_index_pivots: torch.Tensor  # int32 [T, 4]: section 1 start, length, section 2 start, length [0]
+    # int32 [T, 4]: (start, length) in section 1 and in section 2 of a buffer of B * W history rows (section 1: the W positions
+    # before each row's step), then the step's own tokens (section 2) [0]
+    kv_swa_full_index_pivots: torch.Tensor
     swa_len: torch.Tensor  # int32 [T]: window length, FlashMLA's topk_length [0]
     positions: torch.Tensor  # int64 [T]: absolute position [0]
     input_ids: torch.Tensor | None  # int64 [T] with carry_tokens: token_ids[state, j], 0 for a prefilling row [0]
@@ -46,19 +48,26 @@ class StepMetadata:
     compression_write_slot: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: state_id * C + position % C [-1]
     compression_index: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: entry that the token completes, or -1 [-1]
     tickets: torch.Tensor  # int32 [B, 4]: (state_id, generation, q_start, seqlen_q) [-1, 0, 0, 0]; commit reads these
-    origin: SlotOrigin = field(repr=False)
-    operands: Mapping[str, Any] = field(repr=False)  # arguments of the prepare operator by name
-    launch_prepare: Callable[[], None] = field(repr=False)  # the operator, bound to them: no check, no packing per step
+    origin: SlotOrigin
+    operands: Mapping[str, Any]  # arguments of the prepare operator by name
+    launch_prepare: Callable[[], None]  # the operator, bound to them: no check, no packing per step
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(slot={self.slot}, batch={self.batch}, tokens={self.tokens})"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: the operator is bound to these very buffers."""
+        raise TypeError("metadata are views of a service's buffers and cannot be copied or pickled")
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class DecodeMetadata(StepMetadata):
     """What a decode step's kernels read."""
 
     kv_swa_index: torch.Tensor  # int32 [T, W]: ring slots of the visible positions, oldest first, then -1 [-1]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
+@dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class PrefillMetadata(StepMetadata):
     """What a prefill step's kernels read; T is always max_prefill_tokens.
 

@@ -17,8 +17,8 @@ swa_ring_store
     are skipped), swa_cache uint8 [S, R, 1, D + D / 32] (strides of states and slots free), cast_back like values or None: what a
     reader of the ring will see.
 swa_ring_load
-    swa_cache, load_plan int32 [B, 3, 4], out float32, float16 or bfloat16 [B * window or more, D], of which the first B * window rows
-    are written, window.
+    swa_cache, load_plan int32 [B, 3, 4], out float32, float16 or bfloat16 [B * window or more, D], of which the first
+    B * window rows are written, window.
 commit
     records, token_ids, tickets, num_kept int32 [B], finished bool [B] or None, next_tokens int64 [B, Q] or None, counters,
     tokens_per_step, max_prefill_tokens.
@@ -93,7 +93,9 @@ def _define(schema: str, check: Callable[..., None], host: Callable[..., None], 
     """Register one operator: its schema, and an implementation for each kind of device behind the same check."""
     name = schema.partition("(")[0]
     _LIBRARY.define(schema)
-    names = [argument.name for argument in getattr(torch.ops.zos, name).default._schema.arguments]
+    arguments_of = getattr(torch.ops.zos, name).default._schema.arguments
+    names = [argument.name for argument in arguments_of]
+    defaults = {argument.name: argument.default_value for argument in arguments_of if argument.has_default_value()}
 
     def checked(launch: Callable[..., None]) -> Callable[..., None]:
         def implementation(*arguments: Any) -> None:

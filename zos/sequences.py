@@ -117,15 +117,19 @@ class SequenceEdits:
         self._edits.stage(state_id, Edit.SET_VALID_START, whole_number("swa_valid_start", swa_valid_start, 0))
 
     def pause(self, state_id: int) -> None:
-        """LIVE -> PAUSED: no longer prepared; outstanding results still count and seqlen_q stays."""
+        """LIVE -> PAUSED: no longer prepared; outstanding results still count and seqlen_q stays. Any other phase stays."""
         self._edits.stage(self._state_in_use(state_id), Edit.PAUSE)
 
     def resume(self, state_id: int) -> None:
-        """PAUSED -> LIVE."""
+        """PAUSED -> LIVE; any other phase stays."""
         self._edits.stage(self._state_in_use(state_id), Edit.RESUME)
 
     def reset(self, state_id: int, prompt_end: int = 0) -> None:
-        """Start the sequence over: LIVE, PAUSED or ERROR -> LIVE at position 0; results still outstanding are dropped."""
+        """Start the sequence over: LIVE, PAUSED or ERROR -> LIVE at position 0; results still outstanding are dropped.
+
+        A FINISHED sequence stays as it is: release and admit it again. `prompt_end` must not exceed the stop_at it was admitted
+        with (ValueError).
+        """
         state_id = self._state_in_use(state_id)
         prompt_end = whole_number("prompt_end", prompt_end, 0)
         _check_stop(state_id, self._stop_at[state_id], 0, prompt_end)
@@ -137,24 +141,27 @@ class SequenceEdits:
         self._edits.stage(state_id, Edit.RELEASE)
         del self._stop_at[state_id]
 
-    def _state_id(self, state_id: int) -> int:
-        if not 0 <= whole_number("state_id", state_id, -(2**31)) < self.table.capacity:
-            raise IndexError(f"state_id={state_id} is outside 0 … {self.table.capacity - 1}")
-        return int(state_id)
+    def _state_id(self, state_id: int, padding: bool = False) -> int:
+        number = whole_number("state_id", state_id, -(2**63), 2**63 - 1)
+        if not (0 <= number < self.table.capacity or (padding and number == -1)):
+            raise IndexError(f"state_id={number} is outside 0 … {self.table.capacity - 1}")
+        return number
 
     def _state_in_use(self, state_id: int) -> int:
-        if self._state_id(state_id) not in self._stop_at:
-            raise ValueError(f"state_id={state_id} is not in use: admit it first")
-        return int(state_id)
+        number = self._state_id(state_id)
+        if number not in self._stop_at:
+            raise ValueError(f"state_id={number} is not in use: admit it first")
+        return number
 
     def _token_ids(self, tokens: Sequence[int] | None) -> list[int] | None:
         if tokens is None:
             return None
         if self.table.token_ids is None:
             raise ValueError("tokens given, but the table carries no tokens (carry_tokens=False)")
-        if len(tokens) > self.geometry.tokens_per_step:
-            raise ValueError(f"tokens has {len(tokens)} ids, more than tokens per step {self.geometry.tokens_per_step}")
-        return [whole_number("tokens", token, -(2**63), 2**63 - 1) for token in tokens]
+        ids = [whole_number("tokens", token, -(2**63), 2**63 - 1) for token in tokens]
+        if len(ids) > self.geometry.tokens_per_step:
+            raise ValueError(f"tokens has {len(ids)} ids, more than tokens per step {self.geometry.tokens_per_step}")
+        return ids
 
 
 def _check_stop(state_id: int, stop_at: int, q_start: int, prompt_end: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -33,6 +34,7 @@ class _Slot:
     tokens: int = 0  # T
     prefill_buffers: PrefillBuffers | None = None  # made with the first prefill batch
     prefill_batch: int = 0  # B
+    batches_set: int = 0  # how often a batch was set: tells a loop whether the batch is still its own
 
 
 class MetadataService(SequenceEdits):
@@ -54,7 +56,7 @@ class MetadataService(SequenceEdits):
     max_prefill_tokens : int
         Tokens of a prefill step, and the chunk length that chunk_q = 0 stands for.
     token_layout : {"packed", "strided"}
-        Where a row's tokens stand (DESIGN, "Token places"). "strided" needs no scan over the batch and is the fastest.
+        Where a row's tokens stand (docs/design.md, "Token places"). "strided" needs no scan over the batch and is the fastest.
     compression_ratios : sequence of int or CompressionRing
         Compression rings whose outputs are wanted; an int is a ring without overlap.
     carry_tokens : bool
@@ -146,8 +148,9 @@ class MetadataService(SequenceEdits):
             if self.token_layout == "strided":
                 raise ValueError(f"max_tokens={max_tokens} given, but token_layout='strided' has no token budget")
             tokens = whole_number("max_tokens", max_tokens, min(step, tokens), tokens)
-        self._edits.stage_batch(slot, self._padded(state_ids, rows))
+        self._edits.stage_batch(slot, _padded(self._checked_ids(state_ids), rows))
         state.batch, state.tokens = rows, tokens
+        state.batches_set += 1
 
     def set_prefill_batch(self, state_ids: Iterable[int], batch: int | None = None, slot: int = 0) -> None:
         """Set the rows of a slot's prefill batch, in which a row may have up to max_prefill_tokens tokens.
@@ -166,9 +169,9 @@ class MetadataService(SequenceEdits):
         ValueError, IndexError
             As set_batch.
         """
-        state, ids = self._slot(slot), list(state_ids)
+        state, ids = self._slot(slot), self._checked_ids(state_ids)
         rows = whole_number("batch", len(ids) if batch is None else batch, 0, self.max_batch)
-        self._edits.stage_batch(self.metadata_slots + slot, self._padded(ids, rows))
+        self._edits.stage_batch(self.metadata_slots + slot, _padded(ids, rows))
         state.prefill_batch = rows
         if state.prefill_buffers is None:
             state.prefill_buffers = self._new_prefill_buffers(slot, self.metadata_slots + slot)
@@ -201,7 +204,7 @@ class MetadataService(SequenceEdits):
         self.launch_prepare(metadata)
         if not self._order.capturing():
             metadata.origin.prepared_batch = state.batch
-            self.launched(1)
+            self._count_step()
         return metadata
 
     @torch.compiler.disable
@@ -236,7 +239,7 @@ class MetadataService(SequenceEdits):
         self.launch_prepare(metadata)
         if not self._order.capturing():
             metadata.origin.prepared_batch = state.prefill_batch
-            self.launched(1)
+            self._count_step()
         return metadata
 
     @torch.compiler.disable
@@ -271,6 +274,8 @@ class MetadataService(SequenceEdits):
         MetadataReplacedError
             The slot was since prepared with another batch size.
         """
+        if not isinstance(metadata, StepMetadata):
+            raise ValueError(f"metadata is a {type(metadata).__name__}, not what prepare returned")
         if metadata.origin.table is not self.table:
             raise ValueError("metadata was prepared by another MetadataService")
         prepared = metadata.origin.prepared_batch
@@ -311,8 +316,20 @@ class MetadataService(SequenceEdits):
             self._order.mark()
 
     def launched(self, steps: int) -> None:
-        """Say that a graph with `steps` captured steps was replayed on the current stream, so that ordering counts it."""
+        """Say that a graph with `steps` captured steps was replayed on the current stream, so that ordering counts it.
+
+        What such a graph prepared the host does not know: until a slot's next eager prepare, `commit` cannot tell metadata that
+        another batch size has replaced.
+        """
         self.steps_launched += whole_number("steps", steps, 0)
+        for state in self._slots:  # the graph may have prepared any batch size
+            for buffers in (state.buffers, state.prefill_buffers):
+                if buffers is not None:
+                    buffers.origin.prepared_batch = None
+        self._order.mark()
+
+    def _count_step(self) -> None:
+        self.steps_launched += 1
         self._order.mark()
 
     # ---- capture --------------------------------------------------------------------------------------------------------------
@@ -339,6 +356,14 @@ class MetadataService(SequenceEdits):
     def private_metadata(self, batch: int, tokens: int) -> DecodeMetadata:
         """All-padding metadata on buffers of its own, for warm-ups that must not touch a slot's."""
         return self._new_buffers(-1, batch).view(batch, tokens)
+
+    def batches_set(self, slot: int) -> int:
+        """How often a batch was set for a slot."""
+        return self._slot(slot).batches_set
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse to be copied or pickled: a service owns device memory, and operators are bound to its addresses."""
+        raise TypeError("a MetadataService owns device memory and cannot be copied or pickled")
 
     def slot_metadata(self, slot: int, batch: int, tokens: int) -> DecodeMetadata:
         """Metadata of a slot as a prepare of that shape returns it, without preparing."""
@@ -376,23 +401,28 @@ class MetadataService(SequenceEdits):
             slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, most
         )
 
-    def _padded(self, state_ids: Iterable[int], rows: int) -> np.ndarray:
-        """Ids of a batch, checked and padded with -1 to int32 [rows]."""
-        ids = [state_id if state_id == -1 else self._state_id(state_id) for state_id in state_ids]
-        if len(ids) > rows:
-            raise ValueError(f"state_ids has {len(ids)} rows, more than batch={rows}")
+    def _checked_ids(self, state_ids: Iterable[int]) -> list[int]:
+        """Ids of a batch: in range or -1, no state twice."""
+        if not isinstance(state_ids, Iterable):
+            raise ValueError(f"state_ids={state_ids!r} is not a sequence of state ids")
+        ids = [self._state_id(state_id, padding=True) for state_id in state_ids]
         named = [state_id for state_id in ids if state_id != -1]
         if len(set(named)) != len(named):
             twice = next(state_id for place, state_id in enumerate(named) if state_id in named[:place])
             raise ValueError(f"state_ids names state_id {twice} twice")
-        padded = np.full(rows, -1, np.int32)
-        padded[: len(ids)] = ids
-        return padded
+        return ids
 
     def _slot(self, slot: int) -> _Slot:
         if not 0 <= whole_number("slot", slot, -1) < self.metadata_slots:
             raise IndexError(f"slot={slot} is outside 0 … {self.metadata_slots - 1}")
         return self._slots[slot]
+
+
+def _padded(ids: list[int], rows: int) -> np.ndarray:
+    """Ids padded with -1 to int32 [rows]."""
+    if len(ids) > rows:
+        raise ValueError(f"state_ids has {len(ids)} rows, more than batch={rows}")
+    return np.array(ids + [-1] * (rows - len(ids)), np.int32)
 
 
 def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -401,4 +431,7 @@ def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:
         return value
     if not hasattr(value, "__dlpack__"):
         raise ValueError(f"{name} is a {type(value).__name__}, not a tensor on the device")
-    return torch.from_dlpack(value)
+    try:
+        return torch.from_dlpack(value)
+    except (BufferError, RuntimeError, TypeError) as error:
+        raise ValueError(f"{name} cannot be taken as a tensor: {error}") from error

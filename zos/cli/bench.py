@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from zos.cli import InputError
+from zos.cli.options import check_output, usable
 from zos.loop import DecodeLoop
 from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
@@ -96,7 +98,7 @@ def clock_medians(launches: dict[str, Launch], repeats: int) -> dict[str, float]
 
 
 def bench_prepare(size: int, replays: int) -> Iterator[Row]:
-    """Both layouts of prepare_v4_decode_metadata beside its floors (FIELD_NOTES: same grid, loads and output bytes, warm)."""
+    """Both layouts of prepare_v4_decode_metadata beside its floors (same grid, loads and output bytes, warm)."""
     from device_kernels import floor
 
     references = {"floor": floor.DEPENDENT_LOADS, "write-only": floor.WRITE_ONLY, "empty kernel": floor.EMPTY}
@@ -183,26 +185,33 @@ def bench_numba(size: int, repeats: int) -> Iterator[Row]:
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `zos bench`."""
-    parser = subparsers.add_parser("bench", help="time the operators beside their floors", description=__doc__)
+    parser = subparsers.add_parser(
+        "bench",
+        help="time the operators beside their floors",
+        description="Time the operators beside their floors; without a GPU the Numba path alone, at 256 rows.",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--filter", default="", metavar="TEXT", help="only benches whose name contains TEXT")
     parser.add_argument("--quick", action="store_true", help="two sizes and few repeats")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benches that this machine can, print a table, return 0."""
     sizes, replays = (QUICK_SIZES, 10) if arguments.quick else (SIZES, 60)
     benches: list[tuple[str, Callable[[int, int], Iterator[Row]], tuple[int, ...]]] = [("numba", bench_numba, (256,))]
-    if torch.cuda.is_available():
+    if usable("cuda"):
         benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (1,))]
+    chosen = [bench for bench in benches if arguments.filter in bench[0]]
+    if not chosen:
+        raise InputError(f"--filter {arguments.filter!r} matches none of {', '.join(name for name, *_ in benches)}")
+    check_output(arguments.json)
     rows: list[Row] = []
-    for name, bench, of_sizes in benches:
-        if arguments.filter in name:
-            for size in of_sizes:
-                rows += bench(size, replays)
+    for _, bench, of_sizes in chosen:
+        for size in of_sizes:
+            rows += bench(size, replays)
     hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU only"
     print(f"{hardware}, torch {torch.__version__}; medians in µs")
+    print(f"{'bench':28} {'variant':22} {'rows':>6} {'median':>9}   {'reference':20} {'its':>9} {'ratio':>8}")
     for r in rows:
         print(
             f"{r.bench:28} {r.variant:22} {r.size:6} {r.median_us:9.2f}   {r.reference:20} {r.reference_us:9.2f} {r.ratio:7.2f}x"

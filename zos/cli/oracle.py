@@ -1,4 +1,4 @@
-"""The oracle: what prepare and commit must do, in plain Python from DESIGN's text; it judges the fast paths.
+"""The oracle: what prepare and commit must do, in plain Python from the text of docs/design.md; it judges the fast paths.
 
 Slow, scalar and complete; it shares no code with the paths that it judges, and NumPy only holds the results.
 """

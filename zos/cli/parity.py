@@ -9,12 +9,13 @@ import secrets
 import time
 
 import numpy as np
-import torch
 
 from zos.cli import InputError
+from zos.cli.options import chosen_device, real, whole
 from zos.cli.parity_round import Mismatch, Rig, Round
 from zos.cli.setups import Setup, random_setup
 
+LONGEST_SECONDS = 1e9
 DEFAULT_CASES = 20_000
 MISMATCHES_SHOWN = 10
 
@@ -27,26 +28,27 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Compare every path that this machine has with the oracle and each other, bit for bit, "
         "on random tables, batches, results and edits. A case is a batch row. Exit code 1 if any differs.",
     )
-    parser.add_argument("--cases", type=_positive, help=f"stop after so many cases (default {DEFAULT_CASES:,})")
-    parser.add_argument("--seconds", type=_seconds, help="stop after so many seconds")
-    parser.add_argument("--seed", type=_whole, help="repeat a run; its first line names its seed (default: a new one)")
-    parser.add_argument("--round", type=_whole, help="run this round of the seed alone")
+    parser.add_argument("--cases", type=whole(1), help=f"stop after so many cases (default {DEFAULT_CASES:,})")
+    parser.add_argument("--seconds", type=real(0, LONGEST_SECONDS), help="stop after so many seconds")
+    parser.add_argument(
+        "--seed", type=whole(0), help="repeat a run; its first line names its seed (default: a new one)"
+    )
+    parser.add_argument("--round", type=whole(0), help="run this round of the seed alone")
     parser.add_argument(
         "--device", choices=("cpu", "cuda", "auto"), default="auto", help="paths beside Numba (default auto)"
     )
     parser.add_argument(
         "--oracle-every",
-        type=_positive,
+        type=whole(1),
         default=1,
         metavar="N",
         help="ask the oracle, the slowest, in about one round of N; the others hold the GPU against Numba",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run rounds up to a limit; print the seed, mismatches and totals; return 1 on any mismatch."""
-    devices = _devices(arguments.device)
+    devices = ("cpu",) if chosen_device(arguments.device) == "cpu" else ("cpu", "cuda")
     if arguments.oracle_every > 1 and len(devices) == 1:
         raise InputError("--oracle-every needs a second path: without a GPU only the oracle can judge")
     seed = secrets.randbits(32) if arguments.seed is None else arguments.seed
@@ -87,29 +89,3 @@ def _enough(arguments: argparse.Namespace, cases: int, seconds: float) -> bool:
         return True
     limit = arguments.cases or (math.inf if arguments.seconds is not None else DEFAULT_CASES)
     return bool(cases >= limit)
-
-
-def _devices(wanted: str) -> tuple[str, ...]:
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda, but torch finds no CUDA device")
-    return ("cpu",) if wanted == "cpu" or not torch.cuda.is_available() else ("cpu", "cuda")
-
-
-def _whole(text: str, least: int = 0) -> int:
-    if not text.isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-    return int(text)
-
-
-def _positive(text: str) -> int:
-    return _whole(text, least=1)
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
-    return seconds

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
-from zos.cli import InputError
+from zos.cli.options import check_output, chosen_device, real, whole
 from zos.cli.replay_report import check_plot, write_plot
-from zos.cli.replay_run import replay, usable
+from zos.cli.replay_run import replay
 from zos.cli.traces import read_trace
 from zos.service import TOKEN_LAYOUTS
 
 MISMATCH = 1  # exit code
 LARGEST_MAX_BATCH = 65_536
+LONGEST_STEP_MS = 1e9
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -34,10 +31,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--device", choices=("cpu", "cuda", "auto"), default="auto", help="default: a GPU if there is one"
     )
     parser.add_argument(
-        "--max-batch", type=_whole(1, LARGEST_MAX_BATCH), default=64, metavar="N", help="rows and states (64)"
+        "--max-batch", type=whole(1, LARGEST_MAX_BATCH), default=64, metavar="N", help="rows and states (64)"
     )
-    parser.add_argument("--limit", type=_whole(1), metavar="N", help="only the first N requests")
-    parser.add_argument("--step-ms", type=_step_ms, default=30.0, metavar="MS", help="simulated time of a step (30)")
+    parser.add_argument("--limit", type=whole(1), metavar="N", help="only the first N requests")
+    parser.add_argument(
+        "--step-ms", type=real(0, LONGEST_STEP_MS), default=30.0, metavar="MS", help="simulated time of a step (30)"
+    )
     parser.add_argument("--acceptance", type=_probability, default=0.7, metavar="P", help="chance of each draft (0.7)")
     parser.add_argument("--seed", type=int, default=0, help="of the acceptance model (0)")
     parser.add_argument("--layout", choices=TOKEN_LAYOUTS, default="packed", help="token layout (packed)")
@@ -55,17 +54,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print the table, write the files; returns 1 on any mismatch."""
     requests = read_trace(arguments.trace)[: arguments.limit]
-    if arguments.device == "auto":
-        arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
-    if arguments.device == "cuda" and not torch.cuda.is_available():
-        raise InputError("--device cuda: torch finds no CUDA device")
-    if not usable(arguments.device):
-        raise InputError("--device cuda needs CuPy: install zos[cu13] or zos[cu12], or take --device cpu")
+    arguments.device = chosen_device(arguments.device)
     if arguments.plot:
         check_plot(arguments.plot)
     for path in (arguments.json, arguments.plot):
-        if path and not path.parent.is_dir():
-            raise InputError(f"{path}: its folder does not exist")  # said before the run, not after
+        check_output(path, arguments.trace)
     report = replay(requests, arguments)
     print(report.table())
     for example in report.checker.examples:
@@ -79,36 +72,11 @@ def run(arguments: argparse.Namespace) -> int:
     return MISMATCH if report.checker.mismatches else 0
 
 
-def _whole(least: int, most: int | None = None) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text) if text.lstrip("+-").isdecimal() else None
-        if value is None or value < least or (most is not None and value > most):
-            upper = "or more" if most is None else f"… {most}"
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number of {least} {upper}")
-        return value
-
-    return parse
-
-
-def _step_ms(text: str) -> float:
-    value = _number(text)
-    if not 0 < value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
-    return value
-
-
 def _probability(text: str) -> float:
-    value = _number(text)
-    if not 0 <= value <= 1:
+    value = real(-1, 1)(text)
+    if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 … 1")
     return value
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
 
 
 def _check(text: str) -> int:
@@ -116,6 +84,6 @@ def _check(text: str) -> int:
     if text in ("every", "off"):
         return int(text == "every")
     try:
-        return _whole(1)(text)
+        return whole(1)(text)
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(f"{text!r} is none of every, off and a whole number of 1 or more") from None

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 import torch
 
 from zos.cli.acceptance import AcceptanceModel
+from zos.cli.options import usable
 from zos.cli.replay_check import StepChecker
 from zos.cli.replay_measure import ClockedService, HostClock, Meter, ProfiledSteps
 from zos.cli.replay_report import Report
@@ -108,11 +109,6 @@ def _judges(arguments: argparse.Namespace, twin: MetadataService | None) -> str:
     if twin is None:
         return "against oracle and prediction; without a CUDA device there is no second path"
     return f"against oracle, prediction and the {twin.device.type} path"
-
-
-def usable(device: str) -> bool:
-    """Whether "cpu" or "cuda" works here: a GPU, and CuPy for its kernels."""
-    return device == "cpu" or (torch.cuda.is_available() and importlib.util.find_spec("cupy") is not None)
 
 
 def _allocations() -> int:

@@ -121,6 +121,9 @@ class _AzureLines:
         missing = [column for column in AZURE_COLUMNS if column not in names]
         if missing:
             raise ValueError(f"missing column {', '.join(missing)}, nor is the line a Mooncake JSON object")
+        twice = [column for column in AZURE_COLUMNS if names.count(column) > 1]
+        if twice:
+            raise ValueError(f"column {', '.join(twice)} stands twice")
         self._fields = len(names)
         self._places = [names.index(column) for column in AZURE_COLUMNS]
         self._first: datetime | None = None
