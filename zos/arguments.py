@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 INT32_LARGEST = 2**31 - 1
+INT64_LARGEST = 2**63 - 1
 
 
 def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> int:

@@ -98,7 +98,7 @@ class MetadataService(SequenceEdits):
             raise ValueError(f"token_layout={token_layout!r} is none of {', '.join(TOKEN_LAYOUTS)}")
         self.token_layout = token_layout
         self.compression = _compression_rings(compression_ratios, step)
-        self.device = _resolve_device(device)
+        self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
 
         table = SequenceTable(self.capacity, step, carry_tokens, self.device)
@@ -342,7 +342,8 @@ def _compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step:
     return rings
 
 
-def _resolve_device(device: str | torch.device) -> torch.device:
+def resolve_device(device: str | torch.device) -> torch.device:
+    """Return the device with its index; raise ValueError unless it is the CPU or a CUDA device that torch finds."""
     resolved = torch.device(device)
     if resolved.type not in ("cpu", "cuda"):
         raise ValueError(f"device={device} is neither a CPU nor a CUDA device")
