@@ -1,7 +1,10 @@
 """zos: the sequence-metadata service of an LLM decode engine with zero-overhead scheduling."""
 
+from zos.cache import SwaCache
+from zos.entry import EntryFormat
 from zos.errors import DeviceStateError, EditsDuringCaptureError, KernelNotReadyError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
+from zos.layout import CompressionState, StateSlotLayout
 from zos.loop import DecodeLoop, StepResult
 from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.service import MetadataService
@@ -11,10 +14,12 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CompressionRing",
+    "CompressionState",
     "DecodeLoop",
     "DecodeMetadata",
     "DeviceStateError",
     "EditsDuringCaptureError",
+    "EntryFormat",
     "ErrorCode",
     "KernelNotReadyError",
     "MetadataReplacedError",
@@ -23,5 +28,7 @@ __all__ = [
     "PrefillMetadata",
     "RingGeometry",
     "SequenceTable",
+    "StateSlotLayout",
     "StepResult",
+    "SwaCache",
 ]

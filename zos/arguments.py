@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 INT32_LARGEST = 2**31 - 1
+INT64_LARGEST = 2**63 - 1
 
 
 def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> int:
