@@ -230,11 +230,12 @@ def check_swa_ring_store(
 def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
     """Raise ValueError unless the arguments of swa_ring_load fit each other."""
     _expect_cache(swa_cache, out, "out")
+    whole_number("window", window, 1)
     rows = load_plan.shape[0]
     _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
     if load_plan.data_ptr() % 16:
         raise ValueError(f"Invalid address of load_plan: expected a multiple of 16, got {load_plan.data_ptr():#x}")
-    if window < 1 or out.shape[0] < rows * window:
+    if out.shape[0] < rows * window:
         raise ValueError(
             f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[0]}"
         )
