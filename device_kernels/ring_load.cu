@@ -49,7 +49,7 @@ extern "C" __global__ void swa_ring_load(const __grid_constant__ Params p) {
             const float factor = e8m0_value(entry[p.cache.values + i / (2 * LANE_VALUES)]);
 #pragma unroll
             for (int k = 0; k < LANE_VALUES; ++k)
-                x[k] = multiply(e4m3_value(static_cast<int>(words[k / 4] >> (k % 4 * 8) & 0xFFu)), factor);
+                x[k] = element_value(words[k / 4] >> (k % 4 * 8) & 0xFFu, factor);
         }
         store_values(x, p.out, row * p.cache.values + i, p.dtype, p.vector_out);
     }

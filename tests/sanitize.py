@@ -19,7 +19,8 @@ def exercise() -> None:
         step = geometry.tokens_per_step
         for layout in ("packed", "strided"):
             svc = zos.MetadataService(
-                capacity=1500, max_batch=1500, geometry=geometry, device="cuda", token_layout=layout, carry_tokens=True, max_prefill_tokens=500,
+                capacity=1500, max_batch=1500, geometry=geometry, device="cuda", token_layout=layout,
+                carry_tokens=True, max_prefill_tokens=500,
                 compression_ratios=(2, zos.CompressionRing(4, step, overlap=True)),
             )  # fmt: skip
             svc.warmup()

@@ -155,6 +155,30 @@ def test_a18_all_bytes(device: str, dtype: torch.dtype) -> None:
         assert out[0, 0x38].view(torch.int16).item() == 0x0040  # 1.0 * 2^-127
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_both_paths_write_the_same_bytes(dtype: torch.dtype, seed: int) -> None:
+    """Entries, cast back and loads of every kind of value, NaN payloads included, bit for bit on both devices."""
+    found = []
+    values = samples(seed, 130).to(dtype)
+    for device in ("cpu", "cuda"):
+        view = cache(device)
+        back = store(values.to(device), list(range(130)), view, cast_back=True)
+        for scale in range(256):
+            view[2 + scale // RING, scale % RING, 0, :WIDTH] = torch.arange(WIDTH, device=device).to(torch.uint8)
+            view[2 + scale // RING, scale % RING, 0, WIDTH:] = scale
+        plan = torch.tensor(
+            [[[0, 0, 0, 130], [-1, 0, 0, 0], [-1, 0, 0, 0]], [[2, 0, 130, 130], [-1, 0, 0, 0], [-1, 0, 0, 0]],
+             [[3, 0, 260, 122], [-1, 0, 382, 8], [-1, 0, 0, 0]]], dtype=torch.int32, device=device,
+        )  # fmt: skip
+        out = torch.full((390, WIDTH), 9.0, dtype=dtype, device=device)
+        torch.ops.zos.swa_ring_load(view, plan, out, 130)
+        assert back is not None
+        found.append([tensor.cpu().view(torch.uint8) for tensor in (view[:2].contiguous(), back, out)])
+    for name, host, other in zip(("entries", "cast back", "loaded"), *found, strict=True):
+        assert_bitwise_equal(other, host, name)
+
+
 def test_a20_missing_history_is_zero(device: str) -> None:
     """Never written slots hold NaN: the load gives exact zeros for missing positions and real history after them, nothing else."""
     svc = zos.MetadataService(capacity=4, max_batch=1, device=device, max_prefill_tokens=64)

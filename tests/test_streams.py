@@ -10,7 +10,7 @@ from tests.reference import assert_bitwise_equal
 
 pytestmark = pytest.mark.gpu
 
-LONG = 20_000_000  # cycles, about 10 ms: longer than any host call takes to overtake it
+LONG = 100_000_000  # cycles, about 50 ms: longer than any host call takes to overtake it
 
 
 def service(**options: object) -> zos.MetadataService:
@@ -67,7 +67,7 @@ def test_staging_does_not_disturb_a_queued_flush() -> None:
     svc.flush()
     svc.warmup()
     for _ in range(50):
-        torch.cuda._sleep(LONG // 20)
+        torch.cuda._sleep(LONG // 100)
         svc.set_batch([3, 4], slot=0)
         first = svc.prepare(slot=0)
         svc.set_batch([7, 8], slot=1)
