@@ -9,6 +9,14 @@ from numba import njit
 from host_fallback.ring import E4M3_NAN, E8M0_NAN
 
 
+# dtype -> (integers of its size, bits of its NaN)
+_QUIET_NAN = {
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+}
+
+
 def _value_tables() -> tuple[np.ndarray, np.ndarray]:
     """fp32 value of each e4m3 byte and of each e8m0 byte."""
     byte = np.arange(256)
@@ -41,6 +49,13 @@ def dequantise(entries: np.ndarray) -> np.ndarray:
     return out
 
 
+def write_values(values: np.ndarray, out: torch.Tensor) -> None:
+    """Round fp32 values to the dtype of `out`; every NaN is the quiet one with no payload, whatever torch makes of it."""
+    out.copy_(torch.from_numpy(values))
+    kind, bits = _QUIET_NAN[out.dtype]
+    out.view(kind)[torch.from_numpy(np.isnan(values))] = bits
+
+
 def swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
     """Gather, dequantise and zero-fill, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
     states, ring = swa_cache.shape[:2]
@@ -52,4 +67,4 @@ def swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.T
         last = min(rows, ring - slot)
         if 0 <= state < states and slot >= 0 and last > 0:
             entries[to : to + last] = cache[state, slot : slot + last, 0]
-    out[: len(entries)].copy_(torch.from_numpy(dequantise(entries)))
+    write_values(dequantise(entries), out[: len(entries)])

@@ -40,7 +40,7 @@ def swa_ring_store(
     values: torch.Tensor, write_slot: torch.Tensor, swa_cache: torch.Tensor, cast_back: torch.Tensor | None
 ) -> None:
     """Quantise and write, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
-    from host_fallback.ring_load import dequantise
+    from host_fallback.ring_load import dequantise, write_values
 
     tokens, width = values.shape
     entries = np.empty((tokens, width + width // SCALE_BLOCK), np.uint8)
@@ -51,4 +51,4 @@ def swa_ring_store(
     state, slot = np.divmod(slots[stored], ring)
     swa_cache.numpy()[state, slot, 0] = entries[stored]
     if cast_back is not None:
-        cast_back.copy_(torch.from_numpy(dequantise(entries)))
+        write_values(dequantise(entries), cast_back)
