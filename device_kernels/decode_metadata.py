@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import torch
+from device_kernels.metadata import LAYOUT, WARP, pack_parameters
+from device_kernels.module import Kernel
 
-from device_kernels.module import Kernel, divisor, pointer
-
-WARP = 32
-MAX_COMPRESSIONS = 16
-VECTOR_BYTES = 16
 ROWS_PER_CHUNK = 256  # rows summed by one block of sum_row_places
 ONE_LAUNCH_ROWS = 2048  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
 
-LAYOUT = "21P" + "q" + "9i" + "iIi" * (1 + 2 * MAX_COMPRESSIONS)
 _PREPARE = Kernel("decode_metadata", "prepare_v4_decode_metadata", LAYOUT)
 _SUM_PLACES = Kernel("decode_metadata", "sum_row_places", LAYOUT)
 KERNELS = (_PREPARE, _SUM_PLACES)
@@ -45,93 +40,23 @@ def choose_grid(num_rows: int, tokens_per_step: int) -> Grid:
     return Grid(rows, min(warps, tokens_per_step + 1))
 
 
-def bind_prepare_v4_decode_metadata(
-    records: torch.Tensor,
-    state_ids: torch.Tensor,
-    token_ids: torch.Tensor | None,
-    kv_swa_index_offset_len: torch.Tensor,
-    kv_swa_index: torch.Tensor,
-    kv_swa_full_index_pivots: torch.Tensor,
-    swa_len: torch.Tensor,
-    positions: torch.Tensor,
-    input_ids: torch.Tensor | None,
-    swa_write_slot: torch.Tensor,
-    token_row: torch.Tensor,
-    token_state_id: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seqlens_q: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    num_tokens: torch.Tensor,
-    compression_write_slot: torch.Tensor,
-    compression_index: torch.Tensor,
-    tickets: torch.Tensor,
-    counters: torch.Tensor,
-    chunk_places: torch.Tensor,
-    compression_ratios: Sequence[int],
-    compression_entries: Sequence[int],
-    window: int,
-    ring: int,
-    tokens_per_step: int,
-    packed: bool,
-    kernel: Kernel = _PREPARE,
-) -> Callable[[], None]:
+def bind_prepare_v4_decode_metadata(kernel: Kernel = _PREPARE, **operands: Any) -> Callable[[], None]:
     """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them.
 
     `kernel`: what to launch on them; floor.py times other kernels on the same arguments and grid.
     """
-    num_rows = state_ids.shape[0]
+    device, num_rows = operands["records"].device, operands["state_ids"].shape[0]
+    step, packed = operands["tokens_per_step"], operands["packed"]
     if num_rows == 0:
         return lambda: None
-    grid = choose_grid(num_rows, tokens_per_step)
-    compressions = [
-        member
-        for ring_sizes in zip(compression_ratios, compression_entries, strict=True)
-        for size in ring_sizes
-        for member in divisor(size)
-    ]
+    grid = choose_grid(num_rows, step)
     chunked = packed and num_rows > ONE_LAUNCH_ROWS
-    index_address = kv_swa_index.data_ptr()
-    values = (
-        records.data_ptr(),
-        state_ids.data_ptr(),
-        pointer(token_ids),
-        kv_swa_index_offset_len.data_ptr(),
-        index_address,
-        kv_swa_full_index_pivots.data_ptr(),
-        swa_len.data_ptr(),
-        positions.data_ptr(),
-        pointer(input_ids),
-        swa_write_slot.data_ptr(),
-        token_row.data_ptr(),
-        token_state_id.data_ptr(),
-        cu_seqlens_q.data_ptr(),
-        seqlens_q.data_ptr(),
-        seqlens_k.data_ptr(),
-        num_tokens.data_ptr(),
-        compression_write_slot.data_ptr(),
-        compression_index.data_ptr(),
-        tickets.data_ptr(),
-        counters.data_ptr(),
-        chunk_places.data_ptr(),
-        compression_write_slot.stride(0),
-        records.shape[0],
-        num_rows,
-        positions.shape[0],
-        window,
-        tokens_per_step,
-        len(compression_ratios),
-        ROWS_PER_CHUNK if chunked else 0,
-        packed,
-        window * kv_swa_index.element_size() % VECTOR_BYTES == 0 and index_address % VECTOR_BYTES == 0,
-        *divisor(ring),
-        *compressions,
-        *(0,) * (6 * MAX_COMPRESSIONS - len(compressions)),
-    )
+    values = pack_parameters(**operands, limit=step, rows_per_chunk=ROWS_PER_CHUNK if chunked else 0)
     blocks = 1 + -(-num_rows // grid.rows)  # block 0 sums the batch up
-    prepare = kernel.bind(records.device, blocks, (grid.warps * WARP, grid.rows), *values)
+    prepare = kernel.bind(device, blocks, (grid.warps * WARP, grid.rows), *values)
     if not chunked:
         return prepare
-    sum_places = _SUM_PLACES.bind(records.device, chunk_count(num_rows), (ROWS_PER_CHUNK, 1), *values)
+    sum_places = _SUM_PLACES.bind(device, chunk_count(num_rows), (ROWS_PER_CHUNK, 1), *values)
 
     def sum_then_prepare() -> None:
         sum_places()
@@ -140,6 +65,6 @@ def bind_prepare_v4_decode_metadata(
     return sum_then_prepare
 
 
-def prepare_v4_decode_metadata(*operands: Any) -> None:
+def prepare_v4_decode_metadata(**operands: Any) -> None:
     """Launch the kernel once on the arguments of `bind_prepare_v4_decode_metadata`."""
-    bind_prepare_v4_decode_metadata(*operands)()
+    bind_prepare_v4_decode_metadata(**operands)()

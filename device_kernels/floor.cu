@@ -1,9 +1,25 @@
 // The floors that prepare_v4_decode_metadata is measured against: no work, but the grid, the loads and the output bytes of it.
-#include "decode_metadata.cuh"
+#include "metadata.cuh"
 
 using namespace zos;
 
 extern "C" __global__ void floor_empty(const __grid_constant__ Params p) {}
+
+// Every output of a token place but its index row, made of `v`.
+__device__ __forceinline__ void write_scalars_of(const Params& p, int place, int v) {
+    p.kv_swa_index_offset_len[place] = {v, v};
+    p.kv_swa_full_index_pivots[place] = {v, v, v, v};
+    p.swa_len[place] = v;
+    p.positions[place] = v;
+    if (p.input_ids) p.input_ids[place] = v;
+    p.swa_write_slot[place] = v;
+    p.token_row[place] = v;
+    p.token_state_id[place] = v;
+    for (int c = 0; c < p.num_compressions; ++c) {
+        p.compression_write_slot[c * p.compression_stride + place] = v;
+        p.compression_index[c * p.compression_stride + place] = v;
+    }
+}
 
 // Writes every output of every token of this warp's row, made of `v`; the last block has nothing to do (block 0 of a prepare).
 __device__ __forceinline__ void write_outputs(const Params& p, int row, int v) {
@@ -11,18 +27,7 @@ __device__ __forceinline__ void write_outputs(const Params& p, int row, int v) {
     if (part == 0) {
         for (int j = lane; j < p.tokens_per_step; j += WARP) {
             const int place = row * p.tokens_per_step + j;
-            p.kv_swa_index_offset_len[place] = {v, v};
-            p.kv_swa_full_index_pivots[place] = {v, v, v, v};
-            p.swa_len[place] = v;
-            p.positions[place] = v;
-            if (p.input_ids) p.input_ids[place] = v;
-            p.swa_write_slot[place] = v;
-            p.token_row[place] = v;
-            p.token_state_id[place] = v;
-            for (int c = 0; c < p.num_compressions; ++c) {
-                p.compression_write_slot[c * p.compression_stride + place] = v;
-                p.compression_index[c * p.compression_stride + place] = v;
-            }
+            write_scalars_of(p, place, v);
         }
         if (lane == 0) {
             p.seqlens_q[row] = v;
@@ -50,4 +55,18 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP) floor_dependent_lo
     if (row >= p.num_rows) return;
     const int state_id = state_of_row(p, row);
     write_outputs(p, row, state_id < 0 ? -1 : record_part(p, state_id, 0).z);
+}
+
+// What a prefill writes, by token place and by row, and nothing else.
+extern "C" __global__ void floor_prefill_write_only(const __grid_constant__ Params p) {
+    const int place = blockIdx.x * blockDim.x + threadIdx.x;
+    if (place < p.num_rows) {
+        p.seqlens_q[place] = place;
+        p.seqlens_k[place] = place;
+        p.cu_seqlens_q[place] = place;
+        p.tickets[place] = {place, place, place, place};
+        for (int i = 0; i < 3; ++i) p.swa_load_plan[place * 3ll + i] = {place, place, place, place};
+        p.last_token_index[place] = place;
+    }
+    if (place < p.num_places) write_scalars_of(p, place, place);
 }

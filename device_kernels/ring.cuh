@@ -7,6 +7,7 @@
 #ifdef __CUDACC__
 #define ZOS_HD __host__ __device__ __forceinline__
 #else
+#include <cstring>
 #define ZOS_HD inline
 #endif
 
@@ -77,10 +78,85 @@ ZOS_HD int history_start(int begin, int q_start, int window) { return window - (
 // First visible token (0-based, of this step's new tokens) of a query whose window begins at `begin`.
 ZOS_HD int chunk_start(int begin, int q_start) { return larger(begin - q_start, 0); }
 
+// Rows of zeros (0 .. window) at the front of a sequence's `window` history rows: positions below 0 or below valid_start.
+ZOS_HD int history_padding(int q_start, int valid_start, int window) {
+    return smaller(larger(window - (q_start - valid_start), 0), window);
+}
+
+// Whether a later token of the same step takes the slot of the j-th of seqlen_q tokens in a ring of `slots`.
+ZOS_HD bool overwritten(int j, int seqlen_q, int slots) { return j < seqlen_q - slots; }
+
 // Index of the pooled entry that the token at `position` completes, or -1 when it completes none or the entry is cached.
 ZOS_HD int compressed_index(int position, Divisor ratio, int kv_cached_end) {
     const bool completes = remainder(position + 1, ratio) == 0;
     return completes && position >= kv_cached_end ? quotient(position, ratio) : -1;
+}
+
+// ---- an entry's numbers (docs/design.md, "Entry") --------------------------------------------------------------
+
+ZOS_HD float float_of(unsigned bits) {
+#ifdef __CUDA_ARCH__
+    return __uint_as_float(bits);
+#else
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+#endif
+}
+
+ZOS_HD unsigned bits_of(float value) {
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(value);
+#else
+    unsigned bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+#endif
+}
+
+// Product that keeps subnormals; CuPy compiles with -ftz=true, which would flush them.
+ZOS_HD float multiply(float a, float b) {
+#ifdef __CUDA_ARCH__
+    float product;
+    asm("mul.rn.f32 %0, %1, %2;" : "=f"(product) : "f"(a), "f"(b));
+    return product;
+#else
+    return a * b;
+#endif
+}
+
+constexpr int E8M0_NAN = 255;
+constexpr int E4M3_NAN = 0x7F;
+
+// e8m0 byte of the smallest power of two 2^e, e >= -127, with amax / 2^e <= 448 = 1.75 * 2^8; E8M0_NAN for an infinite or NaN amax.
+// `amax_bits`: the fp32 bits of a block's largest magnitude; among NaN and numbers, the largest bits are a NaN's.
+ZOS_HD int e8m0_round_up(unsigned amax_bits) {
+    const int exponent = static_cast<int>(amax_bits >> 23), past_448 = (amax_bits & 0x7FFFFFu) > 0x600000u;
+    return exponent == 255 ? E8M0_NAN : larger(exponent - 8 + past_448, 0);
+}
+
+// 2^(byte - 127) of an e8m0 byte: byte 0 is a subnormal, not 0, and byte 255 is NaN.
+ZOS_HD float e8m0_value(int byte) {
+    return float_of(byte == 0 ? 0x00400000u : byte == E8M0_NAN ? 0x7FC00000u : static_cast<unsigned>(byte) << 23);
+}
+
+// 2^(127 - byte), what a block's values are multiplied with before they are rounded; byte 0 … 247.
+ZOS_HD float e8m0_inverse(int byte) { return float_of(static_cast<unsigned>(254 - byte) << 23); }
+
+// e4m3 byte of a value of magnitude <= 448, rounded to nearest even.
+ZOS_HD int e4m3_round(float value) {
+    const unsigned bits = bits_of(value), magnitude = bits & 0x7FFFFFFFu;
+    const int sign = static_cast<int>(bits >> 24 & 0x80u);
+    // Below 2^-6 codes are multiples of 2^-9: adding 2^14, whose last place is 2^-9, leaves the code in the last bits of the sum.
+    if (magnitude < 0x3C800000u) return sign | static_cast<int>(bits_of(float_of(magnitude) + 16384.0f) & 0xFu);
+    return sign | static_cast<int>(((magnitude + 0x7FFFFu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3));
+}
+
+// Value of an e4m3 byte: its exponent and mantissa, read as an fp32's, are too small by 2^120.
+ZOS_HD float e4m3_value(int byte) {
+    const unsigned magnitude = static_cast<unsigned>(byte) & 0x7Fu, sign = (static_cast<unsigned>(byte) & 0x80u) << 24;
+    if (magnitude == E4M3_NAN) return float_of(sign | 0x7FC00000u);
+    return float_of(sign | bits_of(multiply(float_of(magnitude << 20), float_of(247u << 23))));
 }
 
 // ---- what a batch row is (docs/design.md, "prepare": rules 1 to 3) -------------------------------------------------------------------

@@ -51,6 +51,18 @@ def chunk_start(begin, q_start):
 
 
 @njit(cache=True, inline="always", error_model="numpy")
+def history_padding(q_start, valid_start, window):
+    """Rows of zeros (0 … window) at the front of the history rows: positions below 0 or below valid_start."""
+    return min(max(window - (q_start - valid_start), 0), window)
+
+
+@njit(cache=True, inline="always", error_model="numpy")
+def overwritten(j, seqlen_q, slots):
+    """Whether a later token of the same step takes the slot of the j-th of seqlen_q tokens in a ring of `slots`."""
+    return j < seqlen_q - slots
+
+
+@njit(cache=True, inline="always", error_model="numpy")
 def compressed_index(position, ratio, kv_cached_end):
     """Index of the pooled entry that `position` completes, or -1 when it completes none or the entry is cached."""
     if ring_slot(position + 1, ratio) == 0 and position >= kv_cached_end:
@@ -117,3 +129,34 @@ def next_seqlen_q(q_start, prompt_end, chunk_q, decode_q, tokens_per_step, max_p
     if q_start < prompt_end:
         return min(chunk_q if chunk_q > 0 else max_prefill_tokens, prompt_end - q_start)
     return decode_q if decode_q > 0 else tokens_per_step
+
+
+E8M0_NAN = 255
+E4M3_NAN = 0x7F
+
+
+@njit(cache=True, inline="always", error_model="numpy")
+def e8m0_round_up(amax_bits):
+    """Return the e8m0 byte of the smallest 2^e, e >= -127, with amax / 2^e <= 448; E8M0_NAN for an infinite or NaN amax."""
+    exponent = amax_bits >> 23
+    if exponent == 255:
+        return E8M0_NAN
+    return max(exponent - 8 + (1 if (amax_bits & 0x7FFFFF) > 0x600000 else 0), 0)
+
+
+@njit(cache=True, inline="always", error_model="numpy")
+def e4m3_round(bits):
+    """Return the e4m3 byte of an fp32 (as bits) of magnitude <= 448, rounded to nearest even."""
+    sign, magnitude = (bits >> 24) & 0x80, bits & 0x7FFFFFFF
+    if magnitude < 0x3C800000:  # below 2^-6: multiples of 2^-9
+        exponent, mantissa = magnitude >> 23, magnitude & 0x7FFFFF
+        shift = 141 - exponent  # places that the 24-bit significand loses
+        if shift > 24:
+            return sign  # less than half of the smallest
+        significand = mantissa | 0x800000
+        code = significand >> shift
+        rest, half = significand & ((1 << shift) - 1), 1 << (shift - 1)
+        if rest > half or (rest == half and code & 1):
+            code += 1
+        return sign | code
+    return sign | (((magnitude + 0x7FFFF + ((magnitude >> 20) & 1)) >> 20) - (120 << 3))

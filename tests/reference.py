@@ -11,10 +11,11 @@ import torch
 
 from zos.cli.compare import POISON, first_mismatch, poison
 from zos.cli.oracle import Oracle
+from zos.cli.oracle_prefill import PrefillOracle
 
-__all__ = ["POISON", "Oracle", "assert_bitwise_equal", "golden_cases", "poison", "positions_in_ring"]
+__all__ = ["POISON", "Oracle", "PrefillOracle", "assert_bitwise_equal", "golden_cases", "poison", "positions_in_ring"]
 
-GOLDEN_DECODE = Path(__file__).parent / "golden" / "decode_cases.json"
+GOLDEN = Path(__file__).parent / "golden"
 Array = torch.Tensor | np.ndarray
 
 
@@ -24,9 +25,9 @@ def assert_bitwise_equal(actual: Array, expected: Array, name: str) -> None:
     assert difference is None, f"{name}: {difference}"
 
 
-def golden_cases() -> list[dict[str, Any]]:
-    """The decode cases, made by an oracle that this project shares no code with."""
-    cases: list[dict[str, Any]] = json.loads(GOLDEN_DECODE.read_text())
+def golden_cases(kind: str = "decode") -> list[dict[str, Any]]:
+    """The decode or prefill cases, made by an oracle that this project shares no code with."""
+    cases: list[dict[str, Any]] = json.loads((GOLDEN / f"{kind}_cases.json").read_text())
     return cases
 
 

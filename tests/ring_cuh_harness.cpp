@@ -30,6 +30,13 @@ int main() {
         else if (is("kept_error")) result = kept_error(i(0), i(1), i(2));
         else if (is("kept_before_stop")) result = kept_before_stop(i(0), i(1), i(2));
         else if (is("next_seqlen_q")) result = next_seqlen_q(i(0), i(1), i(2), i(3), i(4), i(5));
+        else if (is("history_padding")) result = history_padding(i(0), i(1), i(2));
+        else if (is("overwritten")) result = overwritten(i(0), i(1), i(2));
+        else if (is("e8m0_round_up")) result = e8m0_round_up(static_cast<unsigned>(a[0]));
+        else if (is("e8m0_value")) result = static_cast<int>(bits_of(e8m0_value(i(0))));
+        else if (is("e8m0_inverse")) result = static_cast<int>(bits_of(e8m0_inverse(i(0))));
+        else if (is("e4m3_round")) result = e4m3_round(float_of(static_cast<unsigned>(a[0])));
+        else if (is("e4m3_value")) result = static_cast<int>(bits_of(e4m3_value(i(0))));
         else if (is("multiplier")) result = static_cast<int>(make_divisor(i(0)).multiplier);
         else if (is("shift")) result = make_divisor(i(0)).shift;
         else return 2;

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def exercise() -> None:
-    """Edits, prepares of both layouts (every grid, budgets, odd windows, rings without compression) and commits."""
+    """Edits, prepares of both layouts (every grid, budgets, odd windows) and of prefills, commits, ring stores and loads."""
     import numpy as np
     import torch
 
@@ -19,7 +19,8 @@ def exercise() -> None:
         step = geometry.tokens_per_step
         for layout in ("packed", "strided"):
             svc = zos.MetadataService(
-                capacity=1500, max_batch=1500, geometry=geometry, device="cuda", token_layout=layout, carry_tokens=True,
+                capacity=1500, max_batch=1500, geometry=geometry, device="cuda", token_layout=layout,
+                carry_tokens=True, max_prefill_tokens=500,
                 compression_ratios=(2, zos.CompressionRing(4, step, overlap=True)),
             )  # fmt: skip
             svc.warmup()
@@ -38,6 +39,19 @@ def exercise() -> None:
                     tokens = torch.ones(rows, step, dtype=torch.int64, device="cuda")
                     svc.commit(metadata, kept, kept > 4, tokens)
                     svc.commit(metadata, kept)  # duplicates
+            for state_id, chunk in ((0, 300), (1, 7), (2, 41)):
+                svc.reset(state_id, prompt_end=400)
+                svc.set_seqlen_q(state_id, chunk)
+            for full_index in (False, True):
+                svc.set_prefill_batch([0, -1, 1, 2], batch=9)
+                prefill = svc.prepare_prefill(full_index=full_index)
+            ring_values = torch.randn(prefill.tokens, 96, device="cuda")
+            slab = torch.zeros(1500 * geometry.ring * 99, dtype=torch.uint8, device="cuda")
+            view = slab.view(1500, geometry.ring, 1, 99)
+            torch.ops.zos.swa_ring_store(ring_values, prefill.swa_write_slot, view, torch.empty_like(ring_values))
+            history = torch.empty(9 * geometry.window, 96, device="cuda")
+            torch.ops.zos.swa_ring_load(view, prefill.swa_load_plan, history, geometry.window)
+            svc.commit(prefill, prefill.seqlens_q)
             svc.table.q_start[::7] = -1  # rows in error
             svc.prepare()
             for state_id in range(0, 1500, 3):

@@ -9,7 +9,9 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
 import host_fallback.ring as twin
 from device_kernels import module
@@ -28,6 +30,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "history_start": lambda begin, q_start, window: min(begin, q_start) - (q_start - window),
     "chunk_start": lambda begin, q_start: max(0, begin - q_start),
     "compressed_index": lambda p, ratio, cached: p // ratio if (p + 1) % ratio == 0 and p >= cached else -1,
+    "history_padding": lambda start, valid, window: sum(p < max(valid, 0) for p in range(start - window, start)),
+    "overwritten": lambda j, q, slots: int(any((j - later) % slots == 0 for later in range(j + 1, q))),
     "row_places": lambda phase, q, limit: q if phase == LIVE and 1 <= q <= limit else 0,
     "row_error": lambda phase, q, start, prompt_end, valid, limit: expected_error(
         phase, q, start, prompt_end, valid, limit
@@ -79,6 +83,8 @@ def cases(name: str, rng: random.Random) -> tuple[int, ...]:
         "history_start": (begin, q_start, window),
         "chunk_start": (begin, q_start),
         "compressed_index": (position, ratio, rng.choice((0, position, position + 1, valid))),
+        "history_padding": (position, valid, window),
+        "overwritten": (j := rng.randrange(40), j + rng.randrange(1, 60), rng.randrange(1, 50)),
         "row_places": (rng.randrange(5), rng.choice((q, any_int)), step),
         "row_error": (
             rng.choice((LIVE, LIVE, LIVE, rng.randrange(5))),
@@ -174,3 +180,60 @@ def test_twins_have_the_same_names_and_codes() -> None:
     for code in [*zos.Phase, *zos.ErrorCode]:
         assert re.search(rf"\b{code.name} = {code.value}\b", source), code
         assert getattr(twin, code.name) == code.value
+
+
+def float_bits(value: float) -> int:
+    """The fp32 bits of a value."""
+    return int(np.float32(value).view(np.uint32))
+
+
+def test_entry_numbers(harness: Path, seed: int) -> None:
+    """MXFP8 in plain C++ against torch's float8 and exact powers of two: all bytes, and roundings at and beside every tie."""
+    codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    ties = (codes[1:] + codes[:-1]) / 2
+    rng = np.random.default_rng(seed)
+    several = [codes, ties, torch.nextafter(ties, torch.tensor(0.0)), torch.nextafter(ties, torch.tensor(999.0))]
+    several += [
+        torch.from_numpy((rng.standard_normal(2000) * 2.0 ** rng.integers(-20, 8, 2000)).astype(np.float32)).clamp(
+            -448, 448
+        )
+    ]
+    several += [torch.tensor([2.0**-149, 2.0**-127, 2.0**-10, 2.0**-11, 0.0])]
+    values = torch.cat(several)
+    values = torch.cat([values, -values])
+    expected = values.to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+    bits = [float_bits(value) for value in values.tolist()]
+    assert ask(harness, [("e4m3_round", (b,)) for b in bits]) == expected
+    assert [twin.e4m3_round(b) for b in bits] == expected
+
+    loaded = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).float()
+    found = (
+        np.array(ask(harness, [("e4m3_value", (byte,)) for byte in range(256)]), np.int64)
+        .astype(np.uint32)
+        .view(np.float32)
+    )
+    assert np.array_equal(found, loaded.numpy(), equal_nan=True)
+    scales = (
+        np.array(ask(harness, [("e8m0_value", (byte,)) for byte in range(256)]), np.int64)
+        .astype(np.uint32)
+        .view(np.float32)
+    )
+    assert [float(scale) for scale in scales[:255]] == [2.0 ** (byte - 127) for byte in range(255)]
+    assert np.isnan(scales[255])
+    inverses = np.array(ask(harness, [("e8m0_inverse", (byte,)) for byte in range(248)]), np.int64).astype(np.uint32)
+    assert [float(inverse) for inverse in inverses.view(np.float32)] == [2.0 ** (127 - byte) for byte in range(248)]
+
+
+def test_scales_round_up(harness: Path, seed: int) -> None:
+    """The smallest power of two with amax / 2^e <= 448, at and beside every limit; NaN and infinity have their own byte."""
+    rng = np.random.default_rng(seed)
+    limits = [448 * 2.0**e for e in range(-149, 120)]
+    values = np.array([*limits, *(2.0 ** rng.uniform(-149, 127, 3000)), 0.0, 2.0**-149], np.float32)
+    values = np.concatenate([values, np.nextafter(values, np.float32(0)), np.nextafter(values, np.float32(np.inf))])
+    values = values[np.isfinite(values)]
+    found = ask(harness, [("e8m0_round_up", (float_bits(value),)) for value in values])
+    for value, byte in zip(values.astype(np.float64), found, strict=True):
+        assert value <= 448 * 2.0 ** (byte - 127), value
+        assert byte == 0 or value > 448 * 2.0 ** (byte - 128), value
+    assert [twin.e8m0_round_up(float_bits(value)) for value in values] == found
+    assert ask(harness, [("e8m0_round_up", (float_bits(value),)) for value in (np.inf, np.nan)]) == [255, 255]

@@ -31,7 +31,7 @@ def test_launches_go_to_the_current_stream(default: bool) -> None:
         torch.cuda.synchronize()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(LONG if busy else 1)
-            svc.table.q_start[3] = 50
+            svc.table.q_start[3].fill_(50)  # an assignment would copy the number from the host, and wait
             svc.set_seqlen_q(3, 2)
             metadata = svc.prepare()
             svc.commit(metadata, metadata.seqlens_q)

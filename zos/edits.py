@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 import zos.ops
+from zos.checks import EDIT_WORDS
 from zos.mapped import shared_zeros
-from zos.ops import EDIT_WORDS
 from zos.table import SequenceTable
 
 EDITS_PER_BUFFER = 1024

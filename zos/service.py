@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -11,13 +10,13 @@ import numpy as np
 import torch
 
 import zos.ops
-from device_kernels.decode_metadata import MAX_COMPRESSIONS
-from zos.arguments import whole_number
+from zos.arguments import resolve_device, whole_number
+from zos.buffers import DecodeBuffers, PrefillBuffers
 from zos.edits import StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
-from zos.geometry import CompressionRing, RingGeometry
+from zos.geometry import CompressionRing, RingGeometry, compression_rings
 from zos.mapped import shared_zeros
-from zos.metadata import DecodeMetadata, MetadataBuffers
+from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from zos.sequences import SequenceEdits
 from zos.streams import StreamOrder
 from zos.table import SequenceTable
@@ -28,11 +27,13 @@ COUNTERS = ("stale", "duplicate", "deferred", "errors")
 
 @dataclass
 class _Slot:
-    """One metadata slot: its buffers, and the shape of the batch last set."""
+    """One metadata slot: its buffers, and the shapes of the batches last set."""
 
-    buffers: MetadataBuffers
+    buffers: DecodeBuffers
     batch: int | None = None  # B
     tokens: int = 0  # T
+    prefill_buffers: PrefillBuffers | None = None  # made with the first prefill batch
+    prefill_batch: int = 0  # B
     batches_set: int = 0  # how often a batch was set: tells a loop whether the batch is still its own
 
 
@@ -100,13 +101,15 @@ class MetadataService(SequenceEdits):
         if token_layout not in TOKEN_LAYOUTS:
             raise ValueError(f"token_layout={token_layout!r} is none of {', '.join(TOKEN_LAYOUTS)}")
         self.token_layout = token_layout
-        self.compression = _compression_rings(compression_ratios, step)
-        self.device = _resolve_device(device)
+        self.compression = compression_rings(compression_ratios, step)
+        self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
 
         table = SequenceTable(self.capacity, step, carry_tokens, self.device)
-        # int32 [slots + 1, max_batch]: state ids by row; the last is all padding, for warm-ups
-        self._batches = torch.full((self.metadata_slots + 1, self.max_batch), -1, dtype=torch.int32, device=self.device)
+        # int32 [2 * slots + 1, max_batch]: state ids by row, of each slot's decode batch, then of each slot's prefill batch; the
+        # last is all padding, for warm-ups
+        shape = (2 * self.metadata_slots + 1, self.max_batch)
+        self._batches = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         edits = StagedEdits(table, self._batches, step, max_prefill_tokens)
         super().__init__(table, edits, geometry, max_prefill_tokens)
         self._counters_host, self.operator_counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
@@ -139,26 +142,39 @@ class MetadataService(SequenceEdits):
         """
         state = self._slot(slot)
         rows = self.max_batch if batch is None else whole_number("batch", batch, 0, self.max_batch)
-        if not isinstance(state_ids, Iterable):
-            raise ValueError(f"state_ids={state_ids!r} is not a sequence of state ids")
-        ids = [self._state_id(state_id, padding=True) for state_id in state_ids]
-        if len(ids) > rows:
-            raise ValueError(f"state_ids has {len(ids)} rows, more than batch={rows}")
-        named = [state_id for state_id in ids if state_id != -1]
-        if len(set(named)) != len(named):
-            twice = next(state_id for place, state_id in enumerate(named) if state_id in named[:place])
-            raise ValueError(f"state_ids names state_id {twice} twice")
         step = self.geometry.tokens_per_step
         tokens = rows * step
         if max_tokens is not None:
             if self.token_layout == "strided":
                 raise ValueError(f"max_tokens={max_tokens} given, but token_layout='strided' has no token budget")
             tokens = whole_number("max_tokens", max_tokens, min(step, tokens), tokens)
-        padded = np.full(rows, -1, np.int32)
-        padded[: len(ids)] = ids
-        self._edits.stage_batch(slot, padded)
+        self._edits.stage_batch(slot, _padded(self._checked_ids(state_ids), rows))
         state.batch, state.tokens = rows, tokens
         state.batches_set += 1
+
+    def set_prefill_batch(self, state_ids: Iterable[int], batch: int | None = None, slot: int = 0) -> None:
+        """Set the rows of a slot's prefill batch, in which a row may have up to max_prefill_tokens tokens.
+
+        Parameters
+        ----------
+        state_ids : iterable of int
+            The state of each row, -1 for a padding row; no state twice. Decode rows may stand among them.
+        batch : int, optional
+            B: rows that the batch is padded to with -1. Default: as many as state_ids has.
+        slot : int
+            Metadata slot.
+
+        Raises
+        ------
+        ValueError, IndexError
+            As set_batch.
+        """
+        state, ids = self._slot(slot), self._checked_ids(state_ids)
+        rows = whole_number("batch", len(ids) if batch is None else batch, 0, self.max_batch)
+        self._edits.stage_batch(self.metadata_slots + slot, _padded(ids, rows))
+        state.prefill_batch = rows
+        if state.prefill_buffers is None:
+            state.prefill_buffers = self._new_prefill_buffers(slot, self.metadata_slots + slot)
 
     @torch.compiler.disable
     def prepare(self, slot: int = 0) -> DecodeMetadata:
@@ -188,14 +204,48 @@ class MetadataService(SequenceEdits):
         self.launch_prepare(metadata)
         if not self._order.capturing():
             metadata.origin.prepared_batch = state.batch
-            self.steps_launched += 1
-            self._order.mark()
+            self._count_step()
+        return metadata
+
+    @torch.compiler.disable
+    def prepare_prefill(self, slot: int = 0, full_index: bool = False) -> PrefillMetadata:
+        """Flush staged edits, then turn the slot's prefill batch into metadata; moves no sequence, two launches.
+
+        A chunk longer than ring - window overwrites history that it was given: once its entries are stored, commit it before
+        preparing the row again.
+
+        Parameters
+        ----------
+        slot : int
+            Metadata slot.
+        full_index : bool
+            Whether `kv_swa_full_index` is wanted. Its first use allocates T * W int32, so it must come before a capture.
+
+        Returns
+        -------
+        PrefillMetadata
+            Views over the slot's fixed buffers, valid until its next prepare_prefill.
+
+        Raises
+        ------
+        ValueError, EditsDuringCaptureError, KernelNotReadyError
+            As prepare.
+        """
+        state = self._slot(slot)
+        if state.prefill_buffers is None:
+            raise ValueError(f"slot={slot} has no prefill batch: call set_prefill_batch first")
+        self.flush()
+        metadata = state.prefill_buffers.view(state.prefill_batch, full_index)
+        self.launch_prepare(metadata)
+        if not self._order.capturing():
+            metadata.origin.prepared_batch = state.prefill_batch
+            self._count_step()
         return metadata
 
     @torch.compiler.disable
     def commit(
         self,
-        metadata: DecodeMetadata,
+        metadata: StepMetadata,
         num_kept: torch.Tensor,
         finished: torch.Tensor | None = None,
         next_tokens: torch.Tensor | None = None,
@@ -207,8 +257,8 @@ class MetadataService(SequenceEdits):
 
         Parameters
         ----------
-        metadata : DecodeMetadata
-            What `prepare` returned.
+        metadata : DecodeMetadata or PrefillMetadata
+            What `prepare` or `prepare_prefill` returned.
         num_kept : torch.Tensor
             int32 [B] on the device: tokens kept of each row's seqlen_q, the bonus token included; 0 for no result. Not read for
             padding and prefilling rows.
@@ -224,7 +274,7 @@ class MetadataService(SequenceEdits):
         MetadataReplacedError
             The slot was since prepared with another batch size.
         """
-        if not isinstance(metadata, DecodeMetadata):
+        if not isinstance(metadata, StepMetadata):
             raise ValueError(f"metadata is a {type(metadata).__name__}, not what prepare returned")
         if metadata.origin.table is not self.table:
             raise ValueError("metadata was prepared by another MetadataService")
@@ -272,8 +322,14 @@ class MetadataService(SequenceEdits):
         another batch size has replaced.
         """
         self.steps_launched += whole_number("steps", steps, 0)
-        for state in self._slots:
-            state.buffers.origin.prepared_batch = None  # the graph may have prepared any batch size
+        for state in self._slots:  # the graph may have prepared any batch size
+            for buffers in (state.buffers, state.prefill_buffers):
+                if buffers is not None:
+                    buffers.origin.prepared_batch = None
+        self._order.mark()
+
+    def _count_step(self) -> None:
+        self.steps_launched += 1
         self._order.mark()
 
     # ---- capture --------------------------------------------------------------------------------------------------------------
@@ -288,9 +344,10 @@ class MetadataService(SequenceEdits):
                 kernel.load(self.device.index)
         metadata = self.private_metadata(1, self.geometry.tokens_per_step)
         self.launch_prepare(metadata)
+        self.launch_prepare(self._new_prefill_buffers(-1, -1).view(1, full_index=True))
         self.commit(metadata, torch.zeros(1, dtype=torch.int32, device=self.device))
         edits = StagedEdits(self.table, self._batches, self.geometry.tokens_per_step, self.max_prefill_tokens)
-        edits.stage_batch(self.metadata_slots, np.full(1, -1, np.int32))  # the padding batch: what it holds already
+        edits.stage_batch(2 * self.metadata_slots, np.full(1, -1, np.int32))  # the padding batch: what it holds already
         edits.flush()
         self._order.mark()
         if self.device.type == "cuda":
@@ -312,7 +369,7 @@ class MetadataService(SequenceEdits):
         """Metadata of a slot as a prepare of that shape returns it, without preparing."""
         return self._slot(slot).buffers.view(batch, tokens)
 
-    def launch_prepare(self, metadata: DecodeMetadata) -> None:
+    def launch_prepare(self, metadata: StepMetadata) -> None:
         """Launch a prepare into `metadata`, flushing and counting nothing: what a captured step consists of."""
         self._order.join()
         metadata.launch_prepare()
@@ -332,16 +389,28 @@ class MetadataService(SequenceEdits):
 
     # ---- arguments --------------------------------------------------------------------------------------------------------------
 
-    def _new_buffers(self, slot: int, max_batch: int) -> MetadataBuffers:
-        return MetadataBuffers(
-            slot,
-            self._batches[slot, :max_batch],
-            self.table,
-            self.operator_counters,
-            self.geometry,
-            self.compression,
-            self.token_layout == "packed",
+    def _new_buffers(self, slot: int, max_batch: int) -> DecodeBuffers:
+        state_ids, packed = self._batches[slot, :max_batch], self.token_layout == "packed"
+        return DecodeBuffers(
+            slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, packed
         )
+
+    def _new_prefill_buffers(self, slot: int, batch_row: int) -> PrefillBuffers:
+        state_ids, most = self._batches[batch_row], self.max_prefill_tokens
+        return PrefillBuffers(
+            slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, most
+        )
+
+    def _checked_ids(self, state_ids: Iterable[int]) -> list[int]:
+        """Ids of a batch: in range or -1, no state twice."""
+        if not isinstance(state_ids, Iterable):
+            raise ValueError(f"state_ids={state_ids!r} is not a sequence of state ids")
+        ids = [self._state_id(state_id, padding=True) for state_id in state_ids]
+        named = [state_id for state_id in ids if state_id != -1]
+        if len(set(named)) != len(named):
+            twice = next(state_id for place, state_id in enumerate(named) if state_id in named[:place])
+            raise ValueError(f"state_ids names state_id {twice} twice")
+        return ids
 
     def _slot(self, slot: int) -> _Slot:
         if not 0 <= whole_number("slot", slot, -1) < self.metadata_slots:
@@ -349,41 +418,11 @@ class MetadataService(SequenceEdits):
         return self._slots[slot]
 
 
-def _compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:
-    if not isinstance(ratios, Iterable):
-        raise ValueError(f"compression_ratios={ratios!r} is not a sequence")
-    rings = tuple(
-        ratio if isinstance(ratio, CompressionRing) else CompressionRing(ratio, tokens_per_step) for ratio in ratios
-    )
-    if len({ring.ratio for ring in rings}) != len(rings):
-        raise ValueError(f"compression_ratios names a ratio twice: {[ring.ratio for ring in rings]}")
-    if len(rings) > MAX_COMPRESSIONS:
-        raise ValueError(f"compression_ratios names {len(rings)} rings, more than {MAX_COMPRESSIONS}")
-    for ring in rings:
-        if ring.tokens_per_step < tokens_per_step:
-            raise ValueError(
-                f"compression ring of ratio {ring.ratio} is for {ring.tokens_per_step} tokens per step, not {tokens_per_step}"
-            )
-    return rings
-
-
-def _resolve_device(device: str | torch.device) -> torch.device:
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is no device") from None
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device} is neither a CPU nor a CUDA device")
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={device} given, but torch finds no CUDA device")
-    if importlib.util.find_spec("cupy") is None:
-        raise ValueError(f"device={device} needs CuPy: install zos[cu13] or zos[cu12]")
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device={device} given, but there are {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)
+def _padded(ids: list[int], rows: int) -> np.ndarray:
+    """Ids padded with -1 to int32 [rows]."""
+    if len(ids) > rows:
+        raise ValueError(f"state_ids has {len(ids)} rows, more than batch={rows}")
+    return np.array(ids + [-1] * (rows - len(ids)), np.int32)
 
 
 def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -13,8 +13,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from zos.cache import SwaCache
 from zos.cli import InputError
 from zos.cli.options import check_output, usable
+from zos.layout import StateSlotLayout
 from zos.loop import DecodeLoop
 from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
@@ -63,15 +65,15 @@ def ragged_service(rows: int, device: str, token_layout: str) -> tuple[MetadataS
     return svc, svc.prepare()
 
 
-def graph_medians(launches: dict[str, Launch], replays: int) -> dict[str, float]:
-    """Median µs of each launch as a node of a captured graph of NODES, the graphs replayed in turn."""
+def graph_medians(launches: dict[str, Launch], replays: int, nodes: int = NODES) -> dict[str, float]:
+    """Median µs of each launch as a node of a captured graph of `nodes`, the graphs replayed in turn."""
     graphs = {}
     for name, launch in launches.items():
         launch()
         torch.cuda.synchronize()
         graphs[name] = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graphs[name]):
-            for _ in range(NODES):
+            for _ in range(nodes):
                 launch()
         graphs[name].replay()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -82,7 +84,7 @@ def graph_medians(launches: dict[str, Launch], replays: int) -> dict[str, float]
             graph.replay()
             end.record()
             end.synchronize()
-            times[name].append(begin.elapsed_time(end) * 1e3 / NODES)
+            times[name].append(begin.elapsed_time(end) * 1e3 / nodes)
     return {name: statistics.median(of_name) for name, of_name in times.items()}
 
 
@@ -150,6 +152,60 @@ def bench_commit(size: int, replays: int) -> Iterator[Row]:
     yield row("commit", "ragged", size, medians["commit"], "empty kernel", medians["empty kernel"])
 
 
+def bench_prefill(size: int, replays: int) -> Iterator[Row]:
+    """Prefill metadata of 8,192 tokens in `size` sequences of random chunks, with and without the full index, beside its floor."""
+    from device_kernels import floor
+
+    rng = np.random.default_rng(size)
+    tokens = 8192
+    svc = MetadataService(capacity=4096, max_batch=size, device="cuda", max_prefill_tokens=tokens)
+    cuts = np.sort(rng.choice(np.arange(1, tokens), size - 1, replace=False))
+    for state_id, chunk in enumerate(np.diff([0, *cuts, tokens]).tolist()):
+        svc.admit(state_id, q_start=int(rng.integers(0, 100_000)), seqlen_q=chunk)
+    svc.set_prefill_batch(range(size))
+    plain, full = svc.prepare_prefill(), svc.prepare_prefill(full_index=True)
+    launches: dict[str, Launch] = {
+        "write-only": floor.bind_prefill_floor(**plain.operands),
+        "plain": plain.launch_prepare,
+        "full index": full.launch_prepare,
+    }
+    medians = graph_medians(launches, replays)
+    for variant in ("plain", "full index"):
+        name = f"{size} sequences, {variant}"
+        yield row("prepare_v4_prefill_metadata", name, tokens, medians[variant], "write-only", medians["write-only"])
+
+
+def bench_ring(size: int, replays: int) -> Iterator[Row]:
+    """Store and load of `size` tokens in each of 20 layers (several times the L2), beside a device copy of as many bytes."""
+    layers, width, window, sequences = 20, 512, 128, size // 128
+    cache = SwaCache(StateSlotLayout(stored_layers=layers), num_state_slots=sequences, device="cuda")
+    ring, entry = cache.layout.geometry.ring, cache.layout.entry.entry_bytes
+    values = torch.randn(layers, size, width, device="cuda", dtype=torch.bfloat16)
+    slots = (torch.arange(sequences).repeat_interleave(window) * ring + torch.arange(window).repeat(sequences)).cuda()
+    plan = torch.zeros(sequences, 3, 4, dtype=torch.int32)
+    plan[:, :, 0] = -1
+    for sequence in range(sequences):
+        plan[sequence, 0] = torch.tensor([sequence, 0, sequence * window, window])
+    plan = plan.cuda()
+    views = [cache.layer(layer) for layer in range(layers)]
+
+    def store() -> None:
+        for layer, view in enumerate(views):
+            torch.ops.zos.swa_ring_store(values[layer], slots, view, None)
+
+    def load() -> None:
+        for layer, view in enumerate(views):
+            torch.ops.zos.swa_ring_load(view, plan, values[layer], window)
+
+    moved = layers * size * (width * values.element_size() + entry)  # bytes read and written
+    source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    launches: dict[str, Launch] = {"copy": lambda: target.copy_(source), "swa_ring_store": store, "swa_ring_load": load}
+    medians = graph_medians(launches, replays, nodes=3)
+    for name in ("swa_ring_store", "swa_ring_load"):
+        yield row(name, f"bf16, {layers} layers", size, medians[name], "device copy of as many bytes", medians["copy"])
+
+
 def bench_loop(size: int, replays: int) -> Iterator[Row]:
     """Host time of a replayed step beside the bare graph replay."""
     svc, _ = ragged_service(size, "cuda", "strided")
@@ -201,6 +257,7 @@ def run(arguments: argparse.Namespace) -> int:
     benches: list[tuple[str, Callable[[int, int], Iterator[Row]], tuple[int, ...]]] = [("numba", bench_numba, (256,))]
     if usable("cuda"):
         benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (1,))]
+        benches += [("prefill", bench_prefill, (16,)), ("ring", bench_ring, (8192,))]
     chosen = [bench for bench in benches if arguments.filter in bench[0]]
     if not chosen:
         raise InputError(f"--filter {arguments.filter!r} matches none of {', '.join(name for name, *_ in benches)}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from zos.metadata import DecodeMetadata
+from zos.metadata import StepMetadata
 
 POISON = -7  # no output may hold it
 PLAIN_OUTPUTS = (
@@ -23,6 +23,9 @@ PLAIN_OUTPUTS = (
     "seqlens_k",
     "num_tokens",
     "tickets",
+    "swa_load_plan",
+    "last_token_index",
+    "kv_swa_full_index",
 )
 
 
@@ -40,21 +43,21 @@ def first_mismatch(actual: np.ndarray, expected: np.ndarray) -> str | None:
     return f"{count}, first at {list(place)}: {actual[place]}, expected {expected[place]}"
 
 
-def metadata_tensors(metadata: DecodeMetadata) -> dict[str, torch.Tensor]:
+def metadata_tensors(metadata: StepMetadata) -> dict[str, torch.Tensor]:
     """Every output of a prepare, the tickets included, by the names that the oracle uses."""
-    tensors = {name: getattr(metadata, name) for name in PLAIN_OUTPUTS if getattr(metadata, name) is not None}
+    tensors = {name: getattr(metadata, name) for name in PLAIN_OUTPUTS if getattr(metadata, name, None) is not None}
     for ratio in metadata.compression_index:
         tensors[f"compression_write_slot[{ratio}]"] = metadata.compression_write_slot[ratio]
         tensors[f"compression_index[{ratio}]"] = metadata.compression_index[ratio]
     return tensors
 
 
-def metadata_arrays(metadata: DecodeMetadata) -> dict[str, np.ndarray]:
+def metadata_arrays(metadata: StepMetadata) -> dict[str, np.ndarray]:
     """Return them as NumPy arrays; from a CPU they are views, which the next prepare overwrites."""
     return {name: tensor.cpu().numpy() for name, tensor in metadata_tensors(metadata).items()}
 
 
-def poison(metadata: DecodeMetadata) -> None:
+def poison(metadata: StepMetadata) -> None:
     """Fill every output with a value that none may hold, so that an element left unwritten shows."""
     for tensor in metadata_tensors(metadata).values():
         tensor.fill_(POISON)

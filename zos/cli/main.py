@@ -13,6 +13,7 @@ from zos.cli import InputError
 COMMANDS = (
     "replay",
     "parity",
+    "layout",
     "bench",
 )  # each a module of zos.cli with add_parser(subparsers) and run(arguments)
 BAD_INPUT = 2

@@ -94,7 +94,7 @@ class Oracle(OracleTable):
         out = self._padding(len(ids), places)
         before = 0  # token places of the rows before this one, deferred rows included
         for row, state_id in enumerate(ids):
-            taken, error, value = self._examine(state_id)
+            taken, error, value = self._examine(state_id, self.tokens_per_step)
             first = before
             before += taken if token_layout == "packed" else self.tokens_per_step
             out["cu_seqlens_q"][row + 1] = min(before, places)
@@ -106,16 +106,16 @@ class Oracle(OracleTable):
                 self._write_row(out, row, state_id, first, len(ids))
         return out
 
-    def _examine(self, state_id: int) -> tuple[int, int, int]:
-        """(token places, error code, offending value) of a row; a padding row takes no place."""
+    def _examine(self, state_id: int, limit: int) -> tuple[int, int, int]:
+        """(token places, error code, offending value) of a row of at most `limit` tokens; padding takes no place."""
         if not 0 <= state_id < len(self.records):
             return 0, 0, 0
         record = self.records[state_id]
         q, q_start, valid_start = record["seqlen_q"], record["q_start"], record["swa_valid_start"]
         prefilling = q_start < record["prompt_end"]
-        if record["phase"] != LIVE or q == 0 or (prefilling and q > self.tokens_per_step):
+        if record["phase"] != LIVE or q == 0 or (prefilling and q > limit):
             return 0, 0, 0
-        if not 0 <= q <= self.tokens_per_step:
+        if not 0 <= q <= limit:
             return 0, SEQLEN_Q_RANGE, q
         if q_start < 0:
             return q, Q_START_NEGATIVE, q_start
@@ -171,7 +171,8 @@ class Oracle(OracleTable):
             lo = max(p - window + 1, record["swa_valid_start"], 0)  # oldest visible position
             length = p - lo + 1
             out["kv_swa_index_offset_len"][place] = (state_id * ring + lo % ring, length)
-            out["kv_swa_index"][place, :length] = [state_id * ring + (lo + k) % ring for k in range(length)]
+            if "kv_swa_index" in out:
+                out["kv_swa_index"][place, :length] = [state_id * ring + (lo + k) % ring for k in range(length)]
             # Section 1 holds each row's positions q_start - W … q_start - 1, section 2 the step's own tokens.
             skipped = min(lo, q_start) - (q_start - window)  # rows of section 1 before the first visible one
             hidden = max(0, lo - q_start)  # rows of section 2 before it
@@ -181,7 +182,8 @@ class Oracle(OracleTable):
             out["swa_len"][place] = length
             out["positions"][place] = p
             if self.token_ids is not None:
-                out["input_ids"][place] = 0 if prefilling else self.token_ids[state_id][j]
+                callers_ids = prefilling or q > self.tokens_per_step  # a chunk's ids are not in the table
+                out["input_ids"][place] = 0 if callers_ids else self.token_ids[state_id][j]
             out["swa_write_slot"][place] = state_id * ring + p % ring if j >= q - ring else -1
             out["token_row"][place] = row
             out["token_state_id"][place] = state_id

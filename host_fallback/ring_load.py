@@ -1,0 +1,70 @@
+"""swa_ring_load in Numba: the values that device_kernels/ring_load.cu writes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numba import njit
+
+from host_fallback.ring import E4M3_NAN, E8M0_NAN
+
+
+# dtype -> (integers of its size, bits of its NaN)
+_QUIET_NAN = {
+    torch.float32: (torch.int32, 0x7FC00000),
+    torch.bfloat16: (torch.int16, 0x7FC0),
+    torch.float16: (torch.int16, 0x7E00),
+}
+
+
+def _value_tables() -> tuple[np.ndarray, np.ndarray]:
+    """fp32 value of each e4m3 byte and of each e8m0 byte."""
+    byte = np.arange(256)
+    magnitude, exponent, mantissa = byte & 0x7F, byte >> 3 & 0xF, byte & 7
+    values = np.where(exponent == 0, mantissa * 2.0**-9, (8 + mantissa) * 2.0 ** (exponent - 10.0))
+    elements = np.where(byte & 0x80, -values, values).astype(np.float32)
+    elements[magnitude == E4M3_NAN] = np.nan
+    scales = np.full(256, np.nan, np.float32)
+    scales[:E8M0_NAN] = np.ldexp(1.0, byte[:E8M0_NAN] - 127)  # byte 0 is the subnormal 2^-127
+    return elements, scales
+
+
+_ELEMENTS, _SCALES = _value_tables()
+
+
+@njit(cache=True, error_model="numpy")
+def _dequantise(entries, out, elements, scales):
+    width = out.shape[1]
+    block = width // (entries.shape[1] - width)
+    for row in range(out.shape[0]):
+        for i in range(width):
+            out[row, i] = elements[entries[row, i]] * scales[entries[row, width + i // block]]
+
+
+def dequantise(entries: np.ndarray) -> np.ndarray:
+    """fp32 [T, D] of entries uint8 [T, D + D / 32]."""
+    blocks = entries.shape[1] // 33  # of 32 elements and their scale
+    out = np.empty((entries.shape[0], blocks * 32), np.float32)
+    _dequantise(entries, out, _ELEMENTS, _SCALES)
+    return out
+
+
+def write_values(values: np.ndarray, out: torch.Tensor) -> None:
+    """Round fp32 values to the dtype of `out`; every NaN is the quiet one with no payload, whatever torch makes of it."""
+    out.copy_(torch.from_numpy(values))
+    kind, bits = _QUIET_NAN[out.dtype]
+    out.view(kind)[torch.from_numpy(np.isnan(values))] = bits
+
+
+def swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
+    """Gather, dequantise and zero-fill, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
+    states, ring = swa_cache.shape[:2]
+    entries = np.zeros(
+        (load_plan.shape[0] * window, swa_cache.shape[3]), np.uint8
+    )  # byte 0 is +0 under any scale but NaN
+    cache = swa_cache.numpy()
+    for state, slot, to, rows in load_plan.reshape(-1, 4).tolist():
+        last = min(rows, ring - slot)
+        if 0 <= state < states and slot >= 0 and last > 0:
+            entries[to : to + last] = cache[state, slot : slot + last, 0]
+    write_values(dequantise(entries), out[: len(entries)])

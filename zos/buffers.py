@@ -1,0 +1,190 @@
+"""DecodeBuffers and PrefillBuffers: the persistent outputs of a metadata slot, handed out as views of a step's shape."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from device_kernels.decode_metadata import chunk_count
+from zos.geometry import CompressionRing, RingGeometry
+from zos.metadata import DecodeMetadata, PrefillMetadata, SlotOrigin, StepMetadata
+from zos.ops import bind_prepare_v4_decode_metadata, bind_prepare_v4_prefill_metadata
+from zos.table import SequenceTable
+
+VIEWS_KEPT = 512  # shapes whose views a slot keeps, those used last
+
+Metadata = TypeVar("Metadata", bound=StepMetadata)
+
+
+class _StepBuffers(Generic[Metadata]):
+    """Storage that both kinds of step have.
+
+    Parameters
+    ----------
+    slot : int
+        Number of the slot.
+    state_ids : torch.Tensor
+        int32 [max_batch]: the slot's batch.
+    places : int
+        Most token places of a step.
+    table : SequenceTable
+        The records that the batch names.
+    counters : torch.Tensor
+        int64 [4]: stale, duplicate, deferred, errors.
+    geometry : RingGeometry
+        Window, ring and tokens per step.
+    compression : tuple of CompressionRing
+        Compression rings whose outputs are wanted.
+    """
+
+    _make: type[Metadata]
+    _bind: Callable[..., Callable[[], None]]
+
+    def __init__(
+        self,
+        slot: int,
+        state_ids: torch.Tensor,
+        places: int,
+        table: SequenceTable,
+        counters: torch.Tensor,
+        geometry: RingGeometry,
+        compression: tuple[CompressionRing, ...],
+    ) -> None:
+        max_batch = state_ids.shape[0]
+        self.origin = SlotOrigin(table)
+        self._slot = slot
+        self._state_ids = state_ids
+        self._table = table
+        self._tokens = {  # by token place
+            "kv_swa_index_offset_len": self._zeros(places, 2),
+            "kv_swa_full_index_pivots": self._zeros(places, 4),
+            "swa_len": self._zeros(places),
+            "positions": self._zeros(places, dtype=torch.int64),
+            "swa_write_slot": self._zeros(places, dtype=torch.int64),
+            "token_row": self._zeros(places),
+            "token_state_id": self._zeros(places),
+        }
+        if table.token_ids is not None:
+            self._tokens["input_ids"] = self._zeros(places, dtype=torch.int64)
+        self._rows = {  # by batch row
+            "seqlens_q": self._zeros(max_batch),
+            "seqlens_k": self._zeros(max_batch),
+            "tickets": self._zeros(max_batch, 4),
+        }
+        self._sums = {"cu_seqlens_q": self._zeros(max_batch + 1), "num_tokens": self._zeros(1)}
+        self._compressions = {  # by compression ring and token place
+            "compression_write_slot": self._zeros(len(compression), places, dtype=torch.int64),
+            "compression_index": self._zeros(len(compression), places, dtype=torch.int64),
+        }
+        self._constants: dict[str, Any] = {
+            "records": table.records,
+            "token_ids": table.token_ids,
+            "counters": counters,
+            "compression_ratios": tuple(ring.ratio for ring in compression),
+            "compression_entries": tuple(ring.entries for ring in compression),
+            "window": geometry.window,
+            "ring": geometry.ring,
+            "tokens_per_step": geometry.tokens_per_step,
+        }
+        self._views: OrderedDict[Hashable, Metadata] = OrderedDict()
+
+    def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=self._state_ids.device)
+
+    def _view(self, batch: int, tokens: int, extra: dict[str, Any], key: Hashable) -> Metadata:
+        """Views of `batch` rows and `tokens` token places; the same object for the same key."""
+        if key in self._views:
+            self._views.move_to_end(key)
+        else:
+            self._views[key] = self._make_view(batch, tokens, extra)
+            if len(self._views) > VIEWS_KEPT:
+                self._views.popitem(last=False)
+        return self._views[key]
+
+    def _make_view(self, batch: int, tokens: int, extra: dict[str, Any]) -> Metadata:
+        outputs = {
+            "state_ids": self._state_ids[:batch],
+            "input_ids": None,
+            **{name: buffer[:tokens] for name, buffer in self._tokens.items()},
+            **{name: buffer[:batch] for name, buffer in self._rows.items()},
+            "cu_seqlens_q": self._sums["cu_seqlens_q"][: batch + 1],
+            "num_tokens": self._sums["num_tokens"],
+        }
+        by_ring = {name: buffer[:, :tokens] for name, buffer in self._compressions.items()}
+        operands = {**self._constants, **outputs, **by_ring, **extra}
+        ratios = self._constants["compression_ratios"]
+        fields: dict[str, Any] = {name: operands[name] for name in operands if name in self._make.__dataclass_fields__}
+        fields |= {name: dict(zip(ratios, rings, strict=True)) for name, rings in by_ring.items()}
+        return self._make(
+            slot=self._slot,
+            batch=batch,
+            tokens=tokens,
+            **fields,
+            origin=self.origin,
+            operands=operands,
+            launch_prepare=type(self)._bind(**operands),
+        )
+
+
+class DecodeBuffers(_StepBuffers[DecodeMetadata]):
+    """Storage of a slot's decode steps, sized for max_batch rows; parameters as above, and whether the layout is packed."""
+
+    _make = DecodeMetadata
+    _bind = staticmethod(bind_prepare_v4_decode_metadata)
+
+    def __init__(
+        self,
+        slot: int,
+        state_ids: torch.Tensor,
+        table: SequenceTable,
+        counters: torch.Tensor,
+        geometry: RingGeometry,
+        compression: tuple[CompressionRing, ...],
+        packed: bool,
+    ) -> None:
+        max_batch = state_ids.shape[0]
+        places = max_batch * geometry.tokens_per_step
+        super().__init__(slot, state_ids, places, table, counters, geometry, compression)
+        self._tokens["kv_swa_index"] = self._zeros(places, geometry.window)
+        self._constants |= {"chunk_places": self._zeros(chunk_count(max_batch)), "packed": packed}
+        # Of an empty batch, for which nothing is launched: 0 whatever the slot's buffers hold.
+        self._empty = {"cu_seqlens_q": self._zeros(1), "num_tokens": self._zeros(1)}
+
+    def view(self, batch: int, tokens: int) -> DecodeMetadata:
+        """Views of `batch` rows and `tokens` token places; the same object for the same shape."""
+        return self._view(batch, tokens, {} if batch else self._empty, (batch, tokens))
+
+
+class PrefillBuffers(_StepBuffers[PrefillMetadata]):
+    """Storage of a slot's prefill steps, sized for max_batch rows and max_prefill_tokens token places."""
+
+    _make = PrefillMetadata
+    _bind = staticmethod(bind_prepare_v4_prefill_metadata)
+
+    def __init__(
+        self,
+        slot: int,
+        state_ids: torch.Tensor,
+        table: SequenceTable,
+        counters: torch.Tensor,
+        geometry: RingGeometry,
+        compression: tuple[CompressionRing, ...],
+        max_prefill_tokens: int,
+    ) -> None:
+        super().__init__(slot, state_ids, max_prefill_tokens, table, counters, geometry, compression)
+        max_batch = state_ids.shape[0]
+        self._places = max_prefill_tokens
+        self._rows["swa_load_plan"] = self._zeros(max_batch, 3, 4)
+        self._rows["last_token_index"] = self._zeros(max_batch, dtype=torch.int64)
+        self._constants["max_prefill_tokens"] = max_prefill_tokens
+        self._full_index: torch.Tensor | None = None  # T * W: made when first asked for
+
+    def view(self, batch: int, full_index: bool) -> PrefillMetadata:
+        """Views of `batch` rows; the same object for the same arguments."""
+        if full_index and self._full_index is None:
+            self._full_index = self._zeros(self._places, int(self._constants["window"]))
+        extra = {"kv_swa_full_index": self._full_index if full_index else None}
+        return self._view(batch, self._places, extra, (batch, full_index))

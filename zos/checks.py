@@ -1,0 +1,241 @@
+"""Argument checks of the operators: shape, dtype, device, stride and address, before anything is launched."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from device_kernels.decode_metadata import chunk_count
+from device_kernels.entry import DTYPES
+from device_kernels.metadata import MAX_COMPRESSIONS
+from zos.arguments import INT32_LARGEST, whole_number
+from zos.table import RECORD_WORDS
+
+EDIT_WORDS = 16
+SCALE_BLOCK = 32  # values that share a scale byte (MXFP8)
+INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
+
+# name -> (dtype, dimensions): B rows, b = B + 1, T token places, W window, digits as they are
+_BOTH_PREPARES = {
+    "state_ids": (INT32, "B"),
+    "kv_swa_index_offset_len": (INT32, "T2"),
+    "kv_swa_full_index_pivots": (INT32, "T4"),
+    "swa_len": (INT32, "T"),
+    "positions": (INT64, "T"),
+    "input_ids": (INT64, "T"),
+    "swa_write_slot": (INT64, "T"),
+    "token_row": (INT32, "T"),
+    "token_state_id": (INT32, "T"),
+    "cu_seqlens_q": (INT32, "b"),
+    "seqlens_q": (INT32, "B"),
+    "seqlens_k": (INT32, "B"),
+    "num_tokens": (INT32, "1"),
+    "tickets": (INT32, "B4"),
+    "counters": (INT64, "4"),
+}
+_DECODE = {**_BOTH_PREPARES, "kv_swa_index": (INT32, "TW")}
+_PREFILL = {
+    **_BOTH_PREPARES,
+    "swa_load_plan": (INT32, "B34"),
+    "last_token_index": (INT64, "B"),
+    "kv_swa_full_index": (INT32, "TW"),
+}
+# The kernels store these as vectors; a less aligned view would fault on the device instead of here.
+_ALIGNMENT = {"kv_swa_index_offset_len": 8, "kv_swa_full_index_pivots": 16, "tickets": 16, "swa_load_plan": 16}
+
+
+def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
+    if tensor.dtype is dtype and tensor.shape == shape and tensor.device == device and tensor.is_contiguous():
+        return
+    if tensor.dtype is not dtype:
+        raise ValueError(f"Invalid dtype of {name}: expected {dtype}, got {tensor.dtype}")
+    if tensor.shape != shape:
+        raise ValueError(f"Invalid shape of {name}: expected {list(shape)}, got {list(tensor.shape)}")
+    if tensor.device != device:
+        raise ValueError(f"Invalid device of {name}: expected {device}, got {tensor.device}")
+    raise ValueError(f"Invalid stride of {name}: expected contiguous, got {tensor.stride()}")
+
+
+def _expect_table(records: torch.Tensor, token_ids: torch.Tensor | None, tokens_per_step: int) -> None:
+    if records.dim() != 2:
+        raise ValueError(f"Invalid shape of records: expected [S, {RECORD_WORDS}], got {list(records.shape)}")
+    _expect("records", records, INT32, (records.shape[0], RECORD_WORDS), records.device)
+    if records.data_ptr() % 16:
+        raise ValueError(f"Invalid address of records: expected a multiple of 16, got {records.data_ptr():#x}")
+    whole_number("tokens_per_step", tokens_per_step, 1)
+    if token_ids is not None:
+        _expect("token_ids", token_ids, INT64, (records.shape[0], tokens_per_step), records.device)
+
+
+def _expect_metadata(
+    operands: dict[str, Any], table: dict[str, tuple[torch.dtype, str]], least_places: int, most_places: int
+) -> None:
+    """Check what both prepares take: the table, the sizes, the outputs by `table` and the compression outputs."""
+    records, token_ids = operands["records"], operands["token_ids"]
+    window, ring, step = operands["window"], operands["ring"], operands["tokens_per_step"]
+    _expect_table(records, token_ids, step)
+    device, rows, places = records.device, operands["state_ids"].numel(), operands["positions"].numel()
+    whole_number("window", window, 1)
+    whole_number("ring", ring, 1)
+    if ring < window + step - 1:
+        raise ValueError(f"ring={ring} is too short for window={window} and tokens_per_step={step}")
+    if records.shape[0] * ring > INT32_LARGEST:
+        raise ValueError(f"capacity * ring = {records.shape[0] * ring} must be below 2^31")
+    if rows * window + places > INT32_LARGEST or rows * step > INT32_LARGEST:
+        raise ValueError(f"B * window + T = {rows * window + places} and B * tokens_per_step must be below 2^31")
+    if not least_places <= places <= most_places:
+        expected = f"T in {least_places} … {most_places} for B = {rows}"
+        raise ValueError(f"Invalid shape of positions: expected {expected}, got {places}")
+    if (token_ids is None) != (operands["input_ids"] is None):
+        raise ValueError("token_ids and input_ids must be given together or not at all")
+    sizes = {"B": rows, "b": rows + 1, "T": places, "W": window}
+    for name, (dtype, dimensions) in table.items():
+        if operands[name] is None and name in ("input_ids", "kv_swa_full_index"):
+            continue
+        shape = tuple(sizes[d] if d in sizes else int(d) for d in dimensions)
+        _expect(name, operands[name], dtype, shape, device)
+        if name in _ALIGNMENT and operands[name].data_ptr() % _ALIGNMENT[name]:
+            address = operands[name].data_ptr()
+            raise ValueError(f"Invalid address of {name}: expected a multiple of {_ALIGNMENT[name]}, got {address:#x}")
+    _expect_compression(operands, places, device)
+
+
+def _expect_compression(operands: dict[str, Any], places: int, device: torch.device) -> None:
+    ratios, entries = operands["compression_ratios"], operands["compression_entries"]
+    if len(ratios) != len(entries) or len(ratios) > MAX_COMPRESSIONS:
+        raise ValueError(
+            f"{len(ratios)} compression_ratios and {len(entries)} compression_entries: expected as many of each, "
+            f"{MAX_COMPRESSIONS} at most"
+        )
+    for ratio, size in zip(ratios, entries, strict=True):
+        whole_number("compression_ratios", ratio, 1)
+        whole_number("compression_entries", size, 1)
+        if size < ratio + operands["tokens_per_step"] - 1:
+            raise ValueError(f"a compression ring of {size} entries is too short for ratio {ratio}")
+    stride = operands["compression_write_slot"].stride(0)
+    for name in ("compression_write_slot", "compression_index"):
+        tensor = operands[name]
+        if tensor.dim() != 2 or tensor.shape[0] != len(ratios):
+            raise ValueError(f"Invalid shape of {name}: expected [{len(ratios)}, T], got {list(tensor.shape)}")
+        if tensor.stride(0) != stride:
+            raise ValueError(
+                f"Invalid stride of {name}: expected that of compression_write_slot, got {tensor.stride()}"
+            )
+        _expect(name, tensor[:1], INT64, (min(1, len(ratios)), places), device)
+
+
+def check_prepare_v4_decode_metadata(**operands: Any) -> None:
+    """Raise ValueError unless the arguments of prepare_v4_decode_metadata fit each other."""
+    rows, step = operands["state_ids"].numel(), operands["tokens_per_step"]
+    most = rows * step
+    _expect_metadata(operands, _DECODE, min(step, most) if operands["packed"] else most, most)
+    workspace, device = operands["chunk_places"], operands["records"].device
+    if workspace.dtype is not INT32 or workspace.device != device or workspace.numel() < chunk_count(rows):
+        raise ValueError(f"chunk_places must be int32 [{chunk_count(rows)} or more] on {device}")
+
+
+def check_prepare_v4_prefill_metadata(**operands: Any) -> None:
+    """Raise ValueError unless the arguments of prepare_v4_prefill_metadata fit each other."""
+    most = operands["max_prefill_tokens"]
+    whole_number("max_prefill_tokens", most, 1)
+    _expect_metadata(operands, _PREFILL, most, most)
+
+
+def check_commit(
+    records: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    tickets: torch.Tensor,
+    num_kept: torch.Tensor,
+    finished: torch.Tensor | None,
+    next_tokens: torch.Tensor | None,
+    counters: torch.Tensor,
+    tokens_per_step: int,
+    max_prefill_tokens: int,
+) -> None:
+    """Raise ValueError unless the arguments of commit fit each other."""
+    _expect_table(records, token_ids, tokens_per_step)
+    whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+    device, rows = records.device, tickets.numel() // 4
+    _expect("tickets", tickets, INT32, (rows, 4), device)
+    if tickets.data_ptr() % 16:
+        raise ValueError(f"Invalid address of tickets: expected a multiple of 16, got {tickets.data_ptr():#x}")
+    _expect("num_kept", num_kept, INT32, (rows,), device)
+    if finished is not None:
+        _expect("finished", finished, BOOL, (rows,), device)
+    if next_tokens is not None:
+        _expect("next_tokens", next_tokens, INT64, (rows, tokens_per_step), device)
+        if token_ids is None:
+            raise ValueError("next_tokens given, but the table carries no tokens (carry_tokens=False)")
+    _expect("counters", counters, INT64, (4,), device)
+
+
+def check_apply_table_edits(
+    records: torch.Tensor,
+    token_ids: torch.Tensor | None,
+    batches: torch.Tensor,
+    edits: torch.Tensor,
+    num_edits: int,
+    num_batches: int,
+    tokens_per_step: int,
+    max_prefill_tokens: int,
+) -> None:
+    """Raise ValueError unless the arguments of apply_table_edits fit each other."""
+    _expect_table(records, token_ids, tokens_per_step)
+    whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+    if batches.dim() != 2:
+        raise ValueError(f"Invalid shape of batches: expected [batch rows, max_batch], got {list(batches.shape)}")
+    _expect("batches", batches, INT32, tuple(batches.shape), records.device)
+    _expect("edits", edits, INT32, (edits.numel(),), records.device)
+    if edits.data_ptr() % 8 or edits.numel() % 2:
+        raise ValueError("edits must be a whole number of int64 at an address that is a multiple of 8")
+    if num_edits < 0 or num_batches < 0 or (num_edits + num_batches) * EDIT_WORDS > edits.numel():
+        raise ValueError(f"edits holds {edits.numel()} words, too few for {num_edits} + {num_batches} edits")
+
+
+def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> None:
+    """Check a cache view against the [T, D] tensor on its other side."""
+    if values.dtype not in DTYPES:
+        raise ValueError(f"Invalid dtype of {name}: expected float32, float16 or bfloat16, got {values.dtype}")
+    if values.dim() != 2 or values.shape[1] < SCALE_BLOCK or values.shape[1] % SCALE_BLOCK:
+        raise ValueError(
+            f"Invalid shape of {name}: expected [T, D], D a multiple of {SCALE_BLOCK}, got {list(values.shape)}"
+        )
+    _expect(name, values, values.dtype, tuple(values.shape), values.device)
+    if swa_cache.dtype is not torch.uint8:
+        raise ValueError(f"Invalid dtype of swa_cache: expected {torch.uint8}, got {swa_cache.dtype}")
+    if swa_cache.device != values.device:
+        raise ValueError(f"Invalid device of swa_cache: expected {values.device}, got {swa_cache.device}")
+    entry = values.shape[1] + values.shape[1] // SCALE_BLOCK
+    if swa_cache.dim() != 4 or swa_cache.shape[2] != 1 or swa_cache.shape[3] != entry:
+        raise ValueError(f"Invalid shape of swa_cache: expected [S, R, 1, {entry}], got {list(swa_cache.shape)}")
+    states, ring = swa_cache.shape[:2]
+    if ring < 1 or states * ring > INT32_LARGEST:
+        raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
+    state_stride, slot_stride, _, byte_stride = swa_cache.stride()
+    if byte_stride != 1 or slot_stride < entry or (states > 1 and state_stride < ring * slot_stride):
+        raise ValueError(f"Invalid stride of swa_cache: entries of {entry} bytes overlap in {swa_cache.stride()}")
+
+
+def check_swa_ring_store(
+    values: torch.Tensor, write_slot: torch.Tensor, swa_cache: torch.Tensor, cast_back: torch.Tensor | None
+) -> None:
+    """Raise ValueError unless the arguments of swa_ring_store fit each other."""
+    _expect_cache(swa_cache, values, "values")
+    _expect("write_slot", write_slot, INT64, (values.shape[0],), values.device)
+    if cast_back is not None:
+        _expect("cast_back", cast_back, values.dtype, tuple(values.shape), values.device)
+
+
+def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
+    """Raise ValueError unless the arguments of swa_ring_load fit each other."""
+    _expect_cache(swa_cache, out, "out")
+    whole_number("window", window, 1)
+    rows = load_plan.shape[0]
+    _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
+    if load_plan.data_ptr() % 16:
+        raise ValueError(f"Invalid address of load_plan: expected a multiple of 16, got {load_plan.data_ptr():#x}")
+    if out.shape[0] < rows * window:
+        raise ValueError(
+            f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[0]}"
+        )
