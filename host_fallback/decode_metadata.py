@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from numba import njit
 
-from host_fallback.metadata import NO_TOKEN_IDS, judge_row, pad_scalars, scalar_outputs, write_row, write_scalars
+from host_fallback.metadata import common_arguments, judge_row, pad_scalars, write_row, write_scalars
 from host_fallback.ring import ring_slot, window_begin
 
 
@@ -52,7 +51,6 @@ def _prepare(
     records,
     state_ids,
     token_ids,
-    kv_swa_index,
     scalars,
     cu_seqlens_q,
     seqlens_q,
@@ -63,6 +61,7 @@ def _prepare(
     compressions,
     window,
     ring,
+    kv_swa_index,
     tokens_per_step,
     packed,
 ):
@@ -102,66 +101,10 @@ def _prepare(
     num_tokens[0] = live_tokens
 
 
-def bind_prepare_v4_decode_metadata(
-    records: torch.Tensor,
-    state_ids: torch.Tensor,
-    token_ids: torch.Tensor | None,
-    kv_swa_index_offset_len: torch.Tensor,
-    kv_swa_index: torch.Tensor,
-    kv_swa_full_index_pivots: torch.Tensor,
-    swa_len: torch.Tensor,
-    positions: torch.Tensor,
-    input_ids: torch.Tensor | None,
-    swa_write_slot: torch.Tensor,
-    token_row: torch.Tensor,
-    token_state_id: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seqlens_q: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    num_tokens: torch.Tensor,
-    compression_write_slot: torch.Tensor,
-    compression_index: torch.Tensor,
-    tickets: torch.Tensor,
-    counters: torch.Tensor,
-    chunk_places: torch.Tensor,
-    compression_ratios: Sequence[int],
-    compression_entries: Sequence[int],
-    window: int,
-    ring: int,
-    tokens_per_step: int,
-    packed: bool,
-) -> Callable[[], None]:
+def bind_prepare_v4_decode_metadata(**operands: Any) -> Callable[[], None]:
     """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result computes a step's metadata."""
-    scalars = scalar_outputs(
-        kv_swa_index_offset_len,
-        kv_swa_full_index_pivots,
-        swa_len,
-        positions,
-        input_ids,
-        swa_write_slot,
-        token_row,
-        token_state_id,
-        compression_write_slot,
-        compression_index,
-    )
-    arguments = (
-        records.numpy(),
-        state_ids.numpy(),
-        NO_TOKEN_IDS if token_ids is None else token_ids.numpy(),
-        kv_swa_index.numpy().reshape(-1),
-        scalars,
-        cu_seqlens_q.numpy(),
-        seqlens_q.numpy(),
-        seqlens_k.numpy(),
-        num_tokens.numpy(),
-        tickets.numpy(),
-        counters.numpy(),
-        np.array([compression_ratios, compression_entries], np.int64).reshape(2, -1),
-        window,
-        ring,
-        tokens_per_step,
-        packed,
-    )
+    kv_swa_index = operands["kv_swa_index"].numpy().reshape(-1)
+    arguments = (*common_arguments(operands), kv_swa_index, operands["tokens_per_step"], operands["packed"])
     return lambda: _prepare(*arguments)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit
@@ -19,34 +21,37 @@ from host_fallback.ring import (
     window_begin,
 )
 
-NO_TOKEN_IDS = np.zeros((0, 0), np.int64)
+_NO_TOKEN_IDS = np.zeros((0, 0), np.int64)
 _NO_INPUT_IDS = np.zeros(0, np.int64)
+_SCALARS = (  # outputs by token, but for the index rows, in the order that the functions below unpack
+    "kv_swa_index_offset_len",
+    "kv_swa_full_index_pivots",
+    "swa_len",
+    "positions",
+    "input_ids",
+    "swa_write_slot",
+    "token_row",
+    "token_state_id",
+    "compression_write_slot",
+    "compression_index",
+)
+_SUMS = ("cu_seqlens_q", "seqlens_q", "seqlens_k", "num_tokens", "tickets", "counters")
 
 
-def scalar_outputs(
-    kv_swa_index_offset_len: torch.Tensor,
-    kv_swa_full_index_pivots: torch.Tensor,
-    swa_len: torch.Tensor,
-    positions: torch.Tensor,
-    input_ids: torch.Tensor | None,
-    swa_write_slot: torch.Tensor,
-    token_row: torch.Tensor,
-    token_state_id: torch.Tensor,
-    compression_write_slot: torch.Tensor,
-    compression_index: torch.Tensor,
-) -> tuple[np.ndarray, ...]:
-    """The outputs by token, but for the index rows, as the tuple of arrays that the functions below take."""
+def common_arguments(operands: dict[str, Any]) -> tuple[Any, ...]:
+    """What both prepares take, as arrays: records, state_ids, token_ids, scalars (a tuple), sums, compressions, window, ring."""
+    arrays = {name: value.numpy() for name, value in operands.items() if isinstance(value, torch.Tensor)}
+    scalars = tuple(arrays.get(name, _NO_INPUT_IDS) for name in _SCALARS)  # input_ids alone may be missing
+    compressions = np.array([operands["compression_ratios"], operands["compression_entries"]], np.int64).reshape(2, -1)
     return (
-        kv_swa_index_offset_len.numpy(),
-        kv_swa_full_index_pivots.numpy(),
-        swa_len.numpy(),
-        positions.numpy(),
-        _NO_INPUT_IDS if input_ids is None else input_ids.numpy(),
-        swa_write_slot.numpy(),
-        token_row.numpy(),
-        token_state_id.numpy(),
-        compression_write_slot.numpy(),
-        compression_index.numpy(),
+        arrays["records"],
+        arrays["state_ids"],
+        arrays.get("token_ids", _NO_TOKEN_IDS),
+        scalars,
+        *(arrays[name] for name in _SUMS),
+        compressions,
+        operands["window"],
+        operands["ring"],
     )
 
 

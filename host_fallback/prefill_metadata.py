@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import torch
 from numba import njit
 
-from host_fallback.metadata import NO_TOKEN_IDS, judge_row, pad_scalars, scalar_outputs, write_row, write_scalars
+from host_fallback.metadata import common_arguments, judge_row, pad_scalars, write_row, write_scalars
 from host_fallback.ring import history_padding, ring_slot
 
 _NO_FULL_INDEX = np.zeros((0, 0), np.int32)
@@ -62,12 +61,12 @@ def _prepare(
     num_tokens,
     tickets,
     counters,
-    swa_load_plan,
-    last_token_index,
-    kv_swa_full_index,
     compressions,
     window,
     ring,
+    swa_load_plan,
+    last_token_index,
+    kv_swa_full_index,
     limit,
 ):
     num_rows = state_ids.shape[0]
@@ -103,67 +102,15 @@ def _prepare(
     _write_full_index(scalars[1], kv_swa_full_index, window)
 
 
-def bind_prepare_v4_prefill_metadata(
-    records: torch.Tensor,
-    state_ids: torch.Tensor,
-    token_ids: torch.Tensor | None,
-    kv_swa_index_offset_len: torch.Tensor,
-    kv_swa_full_index_pivots: torch.Tensor,
-    swa_len: torch.Tensor,
-    positions: torch.Tensor,
-    input_ids: torch.Tensor | None,
-    swa_write_slot: torch.Tensor,
-    token_row: torch.Tensor,
-    token_state_id: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    seqlens_q: torch.Tensor,
-    seqlens_k: torch.Tensor,
-    num_tokens: torch.Tensor,
-    compression_write_slot: torch.Tensor,
-    compression_index: torch.Tensor,
-    tickets: torch.Tensor,
-    counters: torch.Tensor,
-    swa_load_plan: torch.Tensor,
-    last_token_index: torch.Tensor,
-    kv_swa_full_index: torch.Tensor | None,
-    compression_ratios: Sequence[int],
-    compression_entries: Sequence[int],
-    window: int,
-    ring: int,
-    tokens_per_step: int,
-    max_prefill_tokens: int,
-) -> Callable[[], None]:
+def bind_prepare_v4_prefill_metadata(**operands: Any) -> Callable[[], None]:
     """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result computes a step's metadata."""
-    scalars = scalar_outputs(
-        kv_swa_index_offset_len,
-        kv_swa_full_index_pivots,
-        swa_len,
-        positions,
-        input_ids,
-        swa_write_slot,
-        token_row,
-        token_state_id,
-        compression_write_slot,
-        compression_index,
-    )
+    full_index = operands["kv_swa_full_index"]
     arguments = (
-        records.numpy(),
-        state_ids.numpy(),
-        NO_TOKEN_IDS if token_ids is None else token_ids.numpy(),
-        scalars,
-        cu_seqlens_q.numpy(),
-        seqlens_q.numpy(),
-        seqlens_k.numpy(),
-        num_tokens.numpy(),
-        tickets.numpy(),
-        counters.numpy(),
-        swa_load_plan.numpy(),
-        last_token_index.numpy(),
-        _NO_FULL_INDEX if kv_swa_full_index is None else kv_swa_full_index.numpy(),
-        np.array([compression_ratios, compression_entries], np.int64).reshape(2, -1),
-        window,
-        ring,
-        max_prefill_tokens,
+        *common_arguments(operands),
+        operands["swa_load_plan"].numpy(),
+        operands["last_token_index"].numpy(),
+        _NO_FULL_INDEX if full_index is None else full_index.numpy(),
+        operands["max_prefill_tokens"],
     )
     return lambda: _prepare(*arguments)
 

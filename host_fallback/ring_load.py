@@ -8,7 +8,6 @@ from numba import njit
 
 from host_fallback.ring import E4M3_NAN, E8M0_NAN
 
-
 # dtype -> (integers of its size, bits of its NaN)
 _QUIET_NAN = {
     torch.float32: (torch.int32, 0x7FC00000),
