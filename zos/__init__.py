@@ -1,5 +1,6 @@
 """zos: the sequence-metadata service of an LLM decode engine with zero-overhead scheduling."""
 
+from zos.bounded_replay import ReplayPlan, plan_bounded_replay
 from zos.cache import SwaCache
 from zos.entry import EntryFormat
 from zos.errors import DeviceStateError, EditsDuringCaptureError, KernelNotReadyError, MetadataReplacedError
@@ -26,9 +27,11 @@ __all__ = [
     "MetadataService",
     "Phase",
     "PrefillMetadata",
+    "ReplayPlan",
     "RingGeometry",
     "SequenceTable",
     "StateSlotLayout",
     "StepResult",
     "SwaCache",
+    "plan_bounded_replay",
 ]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from zos.arguments import whole_number
+from zos.bounded_replay import plan_bounded_replay
 from zos.edits import Edit, StagedEdits
 from zos.geometry import RingGeometry
 from zos.table import SequenceTable
@@ -47,6 +48,7 @@ class SequenceEdits:
         decode_q: int = 0,
         kv_cached_end: int = 0,
         tokens: Sequence[int] | None = None,
+        prefix_hit: int | None = None,
     ) -> None:
         """Put a sequence into a free state; it is LIVE from the next flush on.
 
@@ -70,6 +72,9 @@ class SequenceEdits:
             Compressed entries of tokens below it exist already and are not emitted again.
         tokens : sequence of int, optional
             Input ids of its next step, with carry_tokens; missing ones are 0.
+        prefix_hit : int, optional
+            Tokens whose compressed entries a prefix cache had, cut to prompt_end: the sequence starts by bounded replay
+            (`zos.plan_bounded_replay`), and q_start, swa_valid_start and kv_cached_end are not given.
 
         Raises
         ------
@@ -80,6 +85,18 @@ class SequenceEdits:
         if state_id in self._stop_at:
             raise ValueError(f"state_id={state_id} is in use: release it first")
         step, limit = self.geometry.tokens_per_step, self.max_prefill_tokens
+        if prefix_hit is not None:
+            for name, value in (
+                ("q_start", q_start),
+                ("swa_valid_start", swa_valid_start),
+                ("kv_cached_end", kv_cached_end),
+            ):
+                if value != 0:
+                    raise ValueError(
+                        f"{name}={value} given, but prefix_hit={prefix_hit} of state_id {state_id} sets it"
+                    )
+            plan = plan_bounded_replay(prefix_hit, prompt_end, self.geometry.window)
+            q_start, swa_valid_start, kv_cached_end = plan
         q_start = whole_number("q_start", q_start, 0)
         swa_valid_start = whole_number("swa_valid_start", swa_valid_start, 0)
         if swa_valid_start > q_start:
