@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import operator
 from typing import Any
-
-import torch
 
 INT32_LARGEST = 2**31 - 1
 INT64_LARGEST = 2**63 - 1
@@ -23,23 +20,3 @@ def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> 
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is outside {low} … {high}")
     return number
-
-
-def resolve_device(device: str | torch.device) -> torch.device:
-    """Device with its index; ValueError unless it is the CPU or a CUDA device that exists and can be used."""
-    try:
-        resolved = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device={device!r} is no device") from None
-    if resolved.type not in ("cpu", "cuda"):
-        raise ValueError(f"device={device} is neither a CPU nor a CUDA device")
-    if resolved.type == "cpu":
-        return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise ValueError(f"device={device} given, but torch finds no CUDA device")
-    if importlib.util.find_spec("cupy") is None:
-        raise ValueError(f"device={device} needs CuPy: install zos[cu13] or zos[cu12]")
-    index = torch.cuda.current_device() if resolved.index is None else resolved.index
-    if index >= torch.cuda.device_count():
-        raise ValueError(f"device={device} given, but there are {torch.cuda.device_count()} CUDA devices")
-    return torch.device("cuda", index)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 
 from device_kernels.decode_metadata import chunk_count
+from device_kernels.metadata import MAX_COMPRESSIONS
 from zos.geometry import CompressionRing, RingGeometry
 from zos.metadata import DecodeMetadata, PrefillMetadata, SlotOrigin, StepMetadata
 from zos.ops import bind_prepare_v4_decode_metadata, bind_prepare_v4_prefill_metadata
@@ -188,3 +189,22 @@ class PrefillBuffers(_StepBuffers[PrefillMetadata]):
             self._full_index = self._zeros(self._places, int(self._constants["window"]))
         extra = {"kv_swa_full_index": self._full_index if full_index else None}
         return self._view(batch, self._places, extra, (batch, full_index))
+
+
+def compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:
+    """Rings for what a caller asked for, an int being a ring without overlap; ValueError for a ratio twice or too many."""
+    if not isinstance(ratios, Iterable):
+        raise ValueError(f"compression_ratios={ratios!r} is not a sequence")
+    rings = tuple(
+        ratio if isinstance(ratio, CompressionRing) else CompressionRing(ratio, tokens_per_step) for ratio in ratios
+    )
+    if len({ring.ratio for ring in rings}) != len(rings):
+        raise ValueError(f"compression_ratios names a ratio twice: {[ring.ratio for ring in rings]}")
+    if len(rings) > MAX_COMPRESSIONS:
+        raise ValueError(f"compression_ratios names {len(rings)} rings, more than {MAX_COMPRESSIONS}")
+    for ring in rings:
+        if ring.tokens_per_step < tokens_per_step:
+            raise ValueError(
+                f"compression ring of ratio {ring.ratio} is for {ring.tokens_per_step} tokens per step, not {tokens_per_step}"
+            )
+    return rings

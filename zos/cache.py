@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from zos.arguments import INT64_LARGEST, resolve_device, whole_number
+from zos.arguments import INT64_LARGEST, whole_number
+from zos.devices import resolve_device
 from zos.layout import COMPRESSION, StateSlotLayout
 
 

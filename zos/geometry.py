@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from device_kernels.metadata import MAX_COMPRESSIONS
 from zos.arguments import whole_number
 
 
@@ -113,22 +111,3 @@ class CompressionRing:
             ("entries", entries),
         ):
             object.__setattr__(self, name, value)
-
-
-def compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:
-    """Rings for what a caller asked for, an int being a ring without overlap; ValueError for a ratio twice or too many."""
-    if not isinstance(ratios, Iterable):
-        raise ValueError(f"compression_ratios={ratios!r} is not a sequence")
-    rings = tuple(
-        ratio if isinstance(ratio, CompressionRing) else CompressionRing(ratio, tokens_per_step) for ratio in ratios
-    )
-    if len({ring.ratio for ring in rings}) != len(rings):
-        raise ValueError(f"compression_ratios names a ratio twice: {[ring.ratio for ring in rings]}")
-    if len(rings) > MAX_COMPRESSIONS:
-        raise ValueError(f"compression_ratios names {len(rings)} rings, more than {MAX_COMPRESSIONS}")
-    for ring in rings:
-        if ring.tokens_per_step < tokens_per_step:
-            raise ValueError(
-                f"compression ring of ratio {ring.ratio} is for {ring.tokens_per_step} tokens per step, not {tokens_per_step}"
-            )
-    return rings

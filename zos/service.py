@@ -10,11 +10,12 @@ import numpy as np
 import torch
 
 import zos.ops
-from zos.arguments import resolve_device, whole_number
-from zos.buffers import DecodeBuffers, PrefillBuffers
+from zos.arguments import whole_number
+from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
+from zos.devices import resolve_device
 from zos.edits import StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
-from zos.geometry import CompressionRing, RingGeometry, compression_rings
+from zos.geometry import CompressionRing, RingGeometry
 from zos.mapped import shared_zeros
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from zos.sequences import SequenceEdits
