@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import zos
+from tests.reference import Oracle, assert_bitwise_equal
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,17 @@ def test_admission(device: str) -> None:
     decode = svc.prepare()
     assert decode.swa_len.tolist() == [128] * 6  # a window after the hit no query sees a missing position
     svc.check()
+
+
+@pytest.mark.parametrize("hit", [0, 127, 128, 129, 500, 5000])
+def test_admission_on_the_oracle(device: str, hit: int) -> None:
+    """The table is what the oracle, which has its own words for the rule, makes of it."""
+    oracle = Oracle(4, window=128, ring=134, tokens_per_step=6)
+    svc = zos.MetadataService(capacity=4, max_batch=1, device=device)
+    for table in (oracle, svc):
+        table.admit(2, prefix_hit=hit, prompt_end=1000, chunk_q=64)
+    svc.flush()
+    assert_bitwise_equal(svc.table.records, oracle.records_array(), "records")
 
 
 def test_short_hit_is_a_cold_start(device: str) -> None:

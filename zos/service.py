@@ -172,10 +172,11 @@ class MetadataService(SequenceEdits):
         """
         state, ids = self._slot(slot), self._checked_ids(state_ids)
         rows = whole_number("batch", len(ids) if batch is None else batch, 0, self.max_batch)
-        self._edits.stage_batch(self.metadata_slots + slot, _padded(ids, rows))
-        state.prefill_batch = rows
+        padded = _padded(ids, rows)
         if state.prefill_buffers is None:
             state.prefill_buffers = self._new_prefill_buffers(slot, self.metadata_slots + slot)
+        self._edits.stage_batch(self.metadata_slots + slot, padded)
+        state.prefill_batch = rows
 
     @torch.compiler.disable
     def prepare(self, slot: int = 0) -> DecodeMetadata:

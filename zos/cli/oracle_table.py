@@ -54,6 +54,8 @@ class OracleTable:
         stale, duplicate, deferred, errors.
     """
 
+    window: int  # tokens that a query sees; set by the oracle of prepare
+
     def __init__(self, capacity: int, tokens_per_step: int, max_prefill_tokens: int, carry_tokens: bool) -> None:
         self.tokens_per_step = tokens_per_step
         self.max_prefill_tokens = max_prefill_tokens
@@ -84,9 +86,14 @@ class OracleTable:
         decode_q: int = 0,
         kv_cached_end: int = 0,
         tokens: Sequence[int] | None = None,
+        prefix_hit: int | None = None,
     ) -> None:
         """Let a sequence in: every column is set, so that nothing of an earlier tenant remains."""
         record = self.records[state_id]
+        if prefix_hit is not None:
+            hit = min(prefix_hit, prompt_end)
+            kv_cached_end = hit if hit > self.window else 0
+            q_start = swa_valid_start = max(0, kv_cached_end - self.window)
         record.update(
             phase=LIVE, q_start=q_start, prompt_end=prompt_end, swa_valid_start=swa_valid_start,
             kv_cached_end=kv_cached_end, head=q_start, stop_at=stop_at, chunk_q=chunk_q, decode_q=decode_q,
