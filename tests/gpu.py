@@ -95,7 +95,10 @@ def command(name: str, scratch: Path, *arguments: str) -> dict[str, Any]:
     """Run a zos command that writes JSON."""
     report = scratch / f"{name.replace(' ', '_')}.json"
     code, _ = run(name, [sys.executable, "-m", "zos", *arguments, "--json", str(report)])
-    return {"exit_code": code, **(json.loads(report.read_text()) if report.exists() else {})}
+    found: dict[str, Any] = json.loads(report.read_text()) if report.exists() else {}
+    if "trace" in found.get("options", {}):
+        found["options"]["trace"] = Path(found["options"]["trace"]).name  # no path of any machine in the evidence
+    return {"exit_code": code, **found}
 
 
 def main() -> int:
