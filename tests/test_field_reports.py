@@ -145,6 +145,24 @@ def test_a09_rejected_drafts_leave_the_window(device: str) -> None:
         )
 
 
+def test_a11_deeper_drafts_need_a_longer_ring() -> None:
+    """No draft may take a slot that the first query still reads; a depth at which one would is refused, for every ring."""
+    for drafts in range(7):
+        geometry = zos.RingGeometry(window=128, draft_tokens=drafts, ring=134)
+        svc = zos.MetadataService(capacity=1, max_batch=1, geometry=geometry, device="cpu")
+        svc.admit(0, q_start=1000)
+        svc.set_batch([0])
+        metadata = svc.prepare()
+        read = set(metadata.kv_swa_index[0].tolist())
+        assert read == {position % 134 for position in range(873, 1001)}
+        assert not read & set(metadata.swa_write_slot[1:].tolist()), f"{drafts} drafts"
+        assert zos.CompressionRing(2, drafts + 1, entries=8).entries == 8
+    with pytest.raises(ValueError, match="ring=134 is too short"):
+        zos.RingGeometry(window=128, draft_tokens=7, ring=134)
+    with pytest.raises(ValueError, match="entries=8 is too short"):
+        zos.CompressionRing(2, tokens_per_step=8, entries=8)
+
+
 def test_a12_lengths_shrink_by_the_rejected(device: str) -> None:
     """Three chained steps with every number of accepted drafts, without a host sync: lengths follow what was kept."""
     svc = service(device, {3: 44})
