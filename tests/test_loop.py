@@ -172,6 +172,19 @@ def test_deferred_rows_get_their_turn_when_the_batch_is_set_each_step(device: st
     assert svc.table.q_start[:3].tolist() == [24, 34, 44]
 
 
+def test_newcomers_wait_behind_deferred_rows(device: str) -> None:
+    """States that waited come first, newcomers last in the order given, and a duplicate is still refused."""
+    svc = service(device)
+    loop = zos.DecodeLoop(svc, keep_all, buckets=(4,))
+    loop.set_batch([0, 1, 2], max_tokens=6)
+    loop.run()
+    loop.set_batch([7, 2, 0, 5], max_tokens=6)
+    svc.flush()
+    assert loop.metadata.state_ids.tolist() == [2, 0, 7, 5]
+    with pytest.raises(ValueError, match="state_id 2 twice"):
+        loop.set_batch([2, 0, 2, 1], max_tokens=6)
+
+
 def test_run_leaves_nothing_staged(device: str) -> None:
     """Rotation waits for the next step: a capture of one's own right after a run meets no edits that one did not make."""
     svc = service(device)

@@ -117,8 +117,10 @@ class DecodeLoop:
         rotation = tokens // step if len(ids) * step > tokens else 0
         if rotation:
             rows = self._rotated() if self._rotation_due else self._rows
-            wanted, known = set(ids), set(rows)
-            ids = [state_id for state_id in rows if state_id in wanted] + [s for s in ids if s not in known]
+            place = {state_id: row for row, state_id in enumerate(rows)}
+            ids.sort(
+                key=lambda state_id: place.get(state_id, len(rows))
+            )  # stable: newcomers keep their order, at the end
         self._stage(ids, batch, tokens)
         self._rotation, self._rotation_due = rotation, False
 
