@@ -133,6 +133,7 @@ def next_seqlen_q(q_start, prompt_end, chunk_q, decode_q, tokens_per_step, max_p
 
 E8M0_NAN = 255
 E4M3_NAN = 0x7F
+SCALE_BLOCK = 32  # values that share a scale byte: part of the format, as the bytes above are
 
 
 @njit(cache=True, inline="always", error_model="numpy")

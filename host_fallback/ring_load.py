@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from host_fallback.ring import E4M3_NAN, E8M0_NAN
+from host_fallback.ring import E4M3_NAN, E8M0_NAN, SCALE_BLOCK
 
 # dtype -> (integers of its size, bits of its NaN)
 _QUIET_NAN = {
@@ -34,16 +34,15 @@ _ELEMENTS, _SCALES = _value_tables()
 @njit(cache=True, error_model="numpy")
 def _dequantise(entries, out, elements, scales):
     width = out.shape[1]
-    block = width // (entries.shape[1] - width)
     for row in range(out.shape[0]):
         for i in range(width):
-            out[row, i] = elements[entries[row, i]] * scales[entries[row, width + i // block]]
+            out[row, i] = elements[entries[row, i]] * scales[entries[row, width + i // SCALE_BLOCK]]
 
 
 def dequantise(entries: np.ndarray) -> np.ndarray:
     """fp32 [T, D] of entries uint8 [T, D + D / 32]."""
-    blocks = entries.shape[1] // 33  # of 32 elements and their scale
-    out = np.empty((entries.shape[0], blocks * 32), np.float32)
+    blocks = entries.shape[1] // (SCALE_BLOCK + 1)  # of so many elements and their scale
+    out = np.empty((entries.shape[0], blocks * SCALE_BLOCK), np.float32)
     _dequantise(entries, out, _ELEMENTS, _SCALES)
     return out
 

@@ -6,9 +6,8 @@ import numpy as np
 import torch
 from numba import njit
 
-from host_fallback.ring import E4M3_NAN, E8M0_NAN, e4m3_round, e8m0_round_up
-
-SCALE_BLOCK = 32  # values that share a scale
+from host_fallback.ring import E4M3_NAN, E8M0_NAN, SCALE_BLOCK, e4m3_round, e8m0_round_up
+from host_fallback.ring_load import dequantise, write_values
 
 
 @njit(cache=True, error_model="numpy")
@@ -40,8 +39,6 @@ def swa_ring_store(
     values: torch.Tensor, write_slot: torch.Tensor, swa_cache: torch.Tensor, cast_back: torch.Tensor | None
 ) -> None:
     """Quantise and write, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
-    from host_fallback.ring_load import dequantise, write_values
-
     tokens, width = values.shape
     entries = np.empty((tokens, width + width // SCALE_BLOCK), np.uint8)
     _quantise(values.float().numpy(), entries)

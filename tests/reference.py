@@ -13,9 +13,34 @@ from zos.cli.compare import POISON, first_mismatch, poison
 from zos.cli.oracle import Oracle
 from zos.cli.oracle_prefill import PrefillOracle
 
-__all__ = ["POISON", "Oracle", "PrefillOracle", "assert_bitwise_equal", "golden_cases", "poison", "positions_in_ring"]
+__all__ = [
+    "DECODE_KEYS",
+    "POISON",
+    "PREFILL_KEYS",
+    "Oracle",
+    "PrefillOracle",
+    "assert_bitwise_equal",
+    "assert_golden",
+    "golden_cases",
+    "poison",
+    "positions_in_ring",
+]
 
 GOLDEN = Path(__file__).parent / "golden"
+BOTH_KEYS = {  # key of both golden files -> output
+    "offset_len": "kv_swa_index_offset_len",
+    "pivots": "kv_swa_full_index_pivots",
+    "positions": "positions",
+    "write_slot": "swa_write_slot",
+    "lens": "swa_len",
+    "token_row": "token_row",
+    "token_state": "token_state_id",
+    "cu": "cu_seqlens_q",
+    "seqlen_q": "seqlens_q",
+    "seqlen_k": "seqlens_k",
+}
+DECODE_KEYS = {**BOTH_KEYS, "index": "kv_swa_index"}
+PREFILL_KEYS = {**BOTH_KEYS, "load_plan": "swa_load_plan"}
 Array = torch.Tensor | np.ndarray
 
 
@@ -29,6 +54,21 @@ def golden_cases(kind: str = "decode") -> list[dict[str, Any]]:
     """The decode or prefill cases, made by an oracle that this project shares no code with."""
     cases: list[dict[str, Any]] = json.loads((GOLDEN / f"{kind}_cases.json").read_text())
     return cases
+
+
+def assert_golden(
+    arrays: dict[str, np.ndarray], expected: dict[str, Any], keys: dict[str, str], left_out: tuple[str, ...] = ()
+) -> None:
+    """Every key of a golden case but those left out: the plain ones, and each row's pairs of write slot and index (r = 2)."""
+    assert set(expected) == {*keys, *left_out, "compress2"}
+    for key, name in keys.items():
+        assert_bitwise_equal(
+            arrays[name], np.array(expected[key], arrays[name].dtype).reshape(arrays[name].shape), name
+        )
+    for row, pairs in enumerate(expected["compress2"]):
+        places = arrays["token_row"] == row
+        actual = np.stack([arrays["compression_write_slot[2]"][places], arrays["compression_index[2]"][places]], 1)
+        assert_bitwise_equal(actual, np.array(pairs, np.int64).reshape(-1, 2), f"compression of row {row}")
 
 
 def positions_in_ring(head: int, ring: int) -> list[int]:

@@ -9,23 +9,16 @@ import pytest
 import torch
 
 import zos
-from tests.reference import POISON, assert_bitwise_equal, golden_cases, poison, positions_in_ring
+from tests.reference import (
+    DECODE_KEYS,
+    POISON,
+    assert_bitwise_equal,
+    assert_golden,
+    golden_cases,
+    poison,
+    positions_in_ring,
+)
 from zos.cli.compare import metadata_arrays
-
-# key of the golden file -> output
-GOLDEN_KEYS = {
-    "offset_len": "kv_swa_index_offset_len",
-    "index": "kv_swa_index",
-    "pivots": "kv_swa_full_index_pivots",
-    "positions": "positions",
-    "write_slot": "swa_write_slot",
-    "lens": "swa_len",
-    "token_row": "token_row",
-    "token_state": "token_state_id",
-    "cu": "cu_seqlens_q",
-    "seqlen_q": "seqlens_q",
-    "seqlen_k": "seqlens_k",
-}
 
 
 def prepared(device: str, rows: list[dict[str, int]], layout: str = "packed", **options: Any) -> zos.DecodeMetadata:
@@ -43,16 +36,7 @@ def prepared(device: str, rows: list[dict[str, int]], layout: str = "packed", **
 def test_golden(device: str, case: dict[str, Any]) -> None:
     """Every key of every golden case but load_plan, which a prefill makes."""
     metadata = prepared(device, case["rows"], case["token_layout"])
-    arrays, expected = metadata_arrays(metadata), case["expect"]
-    assert set(expected) == {*GOLDEN_KEYS, "load_plan", "compress2"}
-    for key, name in GOLDEN_KEYS.items():
-        assert_bitwise_equal(
-            arrays[name], np.array(expected[key], arrays[name].dtype).reshape(arrays[name].shape), name
-        )
-    for row, pairs in enumerate(expected["compress2"]):
-        places = arrays["token_row"] == row
-        actual = np.stack([arrays["compression_write_slot[2]"][places], arrays["compression_index[2]"][places]], 1)
-        assert_bitwise_equal(actual, np.array(pairs, np.int64).reshape(-1, 2), f"compression of row {row}")
+    assert_golden(metadata_arrays(metadata), case["expect"], DECODE_KEYS, left_out=("load_plan",))
 
 
 def test_seed_figures(device: str) -> None:

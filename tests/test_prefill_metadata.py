@@ -9,11 +9,17 @@ import pytest
 import torch
 
 import zos
-from tests.reference import POISON, PrefillOracle, assert_bitwise_equal, golden_cases, poison, positions_in_ring
-from tests.test_decode_metadata import GOLDEN_KEYS
+from tests.reference import (
+    POISON,
+    PREFILL_KEYS,
+    PrefillOracle,
+    assert_bitwise_equal,
+    assert_golden,
+    golden_cases,
+    poison,
+    positions_in_ring,
+)
 from zos.cli.compare import metadata_arrays
-
-PREFILL_KEYS = {key: name for key, name in GOLDEN_KEYS.items() if key != "index"}
 
 
 def service(device: str, rows: int = 8, max_prefill_tokens: int = 512, **options: Any) -> zos.MetadataService:
@@ -38,15 +44,7 @@ def test_golden(device: str, case: dict[str, Any]) -> None:
         if row["state_id"] >= 0:
             svc.admit(**row)
     arrays = metadata_arrays(prepared(svc, [row["state_id"] for row in rows]))
-    assert set(expected) == {*PREFILL_KEYS, "load_plan", "compress2"}
-    for key, name in {**PREFILL_KEYS, "load_plan": "swa_load_plan"}.items():
-        assert_bitwise_equal(
-            arrays[name], np.array(expected[key], arrays[name].dtype).reshape(arrays[name].shape), name
-        )
-    for row, pairs in enumerate(expected["compress2"]):
-        places = arrays["token_row"] == row
-        actual = np.stack([arrays["compression_write_slot[2]"][places], arrays["compression_index[2]"][places]], 1)
-        assert_bitwise_equal(actual, np.array(pairs, np.int64).reshape(-1, 2), f"compression of row {row}")
+    assert_golden(arrays, expected, PREFILL_KEYS)
 
 
 @pytest.mark.parametrize("case", golden_cases("prefill"), ids=lambda case: f"{len(case['rows'])}rows")
@@ -65,8 +63,7 @@ def test_golden_on_the_oracle(case: dict[str, Any]) -> None:
         if row["state_id"] >= 0:
             oracle.admit(**row)
     out = oracle.prepare_prefill([row["state_id"] for row in rows])
-    for key, name in {**PREFILL_KEYS, "load_plan": "swa_load_plan"}.items():
-        assert_bitwise_equal(out[name], np.array(expected[key], out[name].dtype).reshape(out[name].shape), name)
+    assert_golden(out, expected, PREFILL_KEYS)
 
 
 def test_seed_figures(device: str) -> None:

@@ -58,7 +58,6 @@ class _StepBuffers(Generic[Metadata]):
         self.origin = SlotOrigin(table)
         self._slot = slot
         self._state_ids = state_ids
-        self._table = table
         self._tokens = {  # by token place
             "kv_swa_index_offset_len": self._zeros(places, 2),
             "kv_swa_full_index_pivots": self._zeros(places, 4),

@@ -10,10 +10,11 @@ from device_kernels.decode_metadata import chunk_count
 from device_kernels.entry import DTYPES
 from device_kernels.metadata import MAX_COMPRESSIONS
 from zos.arguments import INT32_LARGEST, whole_number
+from zos.entry import EntryFormat
 from zos.table import RECORD_WORDS
 
 EDIT_WORDS = 16
-SCALE_BLOCK = 32  # values that share a scale byte (MXFP8)
+SCALE_BLOCK = EntryFormat.mxfp8().scale_block  # values that share a scale byte
 INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
 
 # name -> (dtype, dimensions): B rows, b = B + 1, T token places, W window, digits as they are
@@ -41,12 +42,22 @@ _PREFILL = {
     "last_token_index": (INT64, "B"),
     "kv_swa_full_index": (INT32, "TW"),
 }
-# The kernels store these as vectors; a less aligned view would fault on the device instead of here.
-_ALIGNMENT = {"kv_swa_index_offset_len": 8, "kv_swa_full_index_pivots": 16, "tickets": 16, "swa_load_plan": 16}
+# The kernels load and store these as vectors; a less aligned view would fault on the device instead of here.
+_ALIGNMENT = {
+    "records": 16,
+    "tickets": 16,
+    "kv_swa_index_offset_len": 8,
+    "kv_swa_full_index_pivots": 16,
+    "swa_load_plan": 16,
+    "load_plan": 16,
+}
 
 
 def _expect(name: str, tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...], device: torch.device) -> None:
     if tensor.dtype is dtype and tensor.shape == shape and tensor.device == device and tensor.is_contiguous():
+        unit = _ALIGNMENT.get(name, 1)
+        if tensor.data_ptr() % unit:
+            raise ValueError(f"Invalid address of {name}: expected a multiple of {unit}, got {tensor.data_ptr():#x}")
         return
     if tensor.dtype is not dtype:
         raise ValueError(f"Invalid dtype of {name}: expected {dtype}, got {tensor.dtype}")
@@ -61,8 +72,6 @@ def _expect_table(records: torch.Tensor, token_ids: torch.Tensor | None, tokens_
     if records.dim() != 2:
         raise ValueError(f"Invalid shape of records: expected [S, {RECORD_WORDS}], got {list(records.shape)}")
     _expect("records", records, INT32, (records.shape[0], RECORD_WORDS), records.device)
-    if records.data_ptr() % 16:
-        raise ValueError(f"Invalid address of records: expected a multiple of 16, got {records.data_ptr():#x}")
     whole_number("tokens_per_step", tokens_per_step, 1)
     if token_ids is not None:
         _expect("token_ids", token_ids, INT64, (records.shape[0], tokens_per_step), records.device)
@@ -95,9 +104,6 @@ def _expect_metadata(
             continue
         shape = tuple(sizes[d] if d in sizes else int(d) for d in dimensions)
         _expect(name, operands[name], dtype, shape, device)
-        if name in _ALIGNMENT and operands[name].data_ptr() % _ALIGNMENT[name]:
-            address = operands[name].data_ptr()
-            raise ValueError(f"Invalid address of {name}: expected a multiple of {_ALIGNMENT[name]}, got {address:#x}")
     _expect_compression(operands, places, device)
 
 
@@ -158,8 +164,6 @@ def check_commit(
     whole_number("max_prefill_tokens", max_prefill_tokens, 1)
     device, rows = records.device, tickets.numel() // 4
     _expect("tickets", tickets, INT32, (rows, 4), device)
-    if tickets.data_ptr() % 16:
-        raise ValueError(f"Invalid address of tickets: expected a multiple of 16, got {tickets.data_ptr():#x}")
     _expect("num_kept", num_kept, INT32, (rows,), device)
     if finished is not None:
         _expect("finished", finished, BOOL, (rows,), device)
@@ -233,8 +237,6 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
     whole_number("window", window, 1)
     rows = load_plan.shape[0]
     _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
-    if load_plan.data_ptr() % 16:
-        raise ValueError(f"Invalid address of load_plan: expected a multiple of 16, got {load_plan.data_ptr():#x}")
     if out.shape[0] < rows * window:
         raise ValueError(
             f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[0]}"

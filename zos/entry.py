@@ -18,7 +18,7 @@ def round_up(value: int, multiple: int) -> int:
 class EntryFormat:
     """The bytes of one token's ring entry, and how the entries of a ring make a page.
 
-    A ring's format does not depend on that of the main (compressed) cache: an FP4 main cache leaves it as it is (seed, "Bytes").
+    A ring's format does not depend on that of the main (compressed) cache: an FP4 main cache leaves it as it is.
 
     Attributes
     ----------

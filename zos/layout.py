@@ -14,7 +14,7 @@ from zos.arguments import INT32_LARGEST, INT64_LARGEST, whole_number
 from zos.entry import EntryFormat, round_up
 from zos.geometry import CompressionRing, RingGeometry
 
-LAYER_ALIGNMENT = 32  # bytes that every layer of a slot is padded to (seed, "Bytes")
+LAYER_ALIGNMENT = 32  # bytes that every layer of a slot is padded to
 LARGEST_LAYERS = 65_535  # of a kind; keeps a mistyped count from building a map that fills the memory
 FP32_BYTES = 4
 RING_KINDS = ("stored", "dropped", "draft")  # in the order of the slot

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from zos.arguments import whole_number
 from zos.bounded_replay import plan_bounded_replay
@@ -163,6 +163,17 @@ class SequenceEdits:
         if not (0 <= number < self.table.capacity or (padding and number == -1)):
             raise IndexError(f"state_id={number} is outside 0 … {self.table.capacity - 1}")
         return number
+
+    def _checked_ids(self, state_ids: Iterable[int]) -> list[int]:
+        """Ids of a batch: in range or -1, no state twice."""
+        if not isinstance(state_ids, Iterable):
+            raise ValueError(f"state_ids={state_ids!r} is not a sequence of state ids")
+        ids = [self._state_id(state_id, padding=True) for state_id in state_ids]
+        named = [state_id for state_id in ids if state_id != -1]
+        if len(set(named)) != len(named):
+            twice = next(state_id for place, state_id in enumerate(named) if state_id in named[:place])
+            raise ValueError(f"state_ids names state_id {twice} twice")
+        return ids
 
     def _state_in_use(self, state_id: int) -> int:
         number = self._state_id(state_id)

@@ -403,17 +403,6 @@ class MetadataService(SequenceEdits):
             slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, most
         )
 
-    def _checked_ids(self, state_ids: Iterable[int]) -> list[int]:
-        """Ids of a batch: in range or -1, no state twice."""
-        if not isinstance(state_ids, Iterable):
-            raise ValueError(f"state_ids={state_ids!r} is not a sequence of state ids")
-        ids = [self._state_id(state_id, padding=True) for state_id in state_ids]
-        named = [state_id for state_id in ids if state_id != -1]
-        if len(set(named)) != len(named):
-            twice = next(state_id for place, state_id in enumerate(named) if state_id in named[:place])
-            raise ValueError(f"state_ids names state_id {twice} twice")
-        return ids
-
     def _slot(self, slot: int) -> _Slot:
         if not 0 <= whole_number("slot", slot, -1) < self.metadata_slots:
             raise IndexError(f"slot={slot} is outside 0 … {self.metadata_slots - 1}")

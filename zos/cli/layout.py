@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from zos.arguments import INT64_LARGEST
 from zos.cli import InputError
+from zos.cli.options import check_output, whole
 from zos.entry import EntryFormat
 from zos.geometry import CompressionRing, RingGeometry
 from zos.layout import CompressionState, Region, StateSlotLayout
@@ -47,12 +48,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "and how many sequences fit into a given memory. Options replace the preset's values.",
     )
     parser.add_argument("--preset", choices=PRESETS, default="v4.1-flash", help="model (v4.1-flash)")
-    parser.add_argument("--window", type=_whole, default=128, metavar="N", help="tokens that a query sees (128)")
-    parser.add_argument("--drafts", type=_whole, default=5, metavar="N", help="draft tokens per step (5)")
-    parser.add_argument("--ring", type=_whole, metavar="N", help="slots of a ring (window + drafts + 1)")
-    parser.add_argument("--stored", type=_whole, metavar="N", help="producer layers, whose rings are stored")
-    parser.add_argument("--dropped", type=_whole, metavar="N", help="YOCO consumer layers")
-    parser.add_argument("--draft-layers", type=_whole, metavar="N", help="layers of the draft model")
+    parser.add_argument("--window", type=whole(0), default=128, metavar="N", help="tokens that a query sees (128)")
+    parser.add_argument("--drafts", type=whole(0), default=5, metavar="N", help="draft tokens per step (5)")
+    parser.add_argument("--ring", type=whole(0), metavar="N", help="slots of a ring (window + drafts + 1)")
+    parser.add_argument("--stored", type=whole(0), metavar="N", help="producer layers, whose rings are stored")
+    parser.add_argument("--dropped", type=whole(0), metavar="N", help="YOCO consumer layers")
+    parser.add_argument("--draft-layers", type=whole(0), metavar="N", help="layers of the draft model")
     parser.add_argument("--entry-format", choices=ENTRY_FORMATS, help="of a ring's entries")
     parser.add_argument(
         "--ratio",
@@ -62,7 +63,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compression state of so many layers (default: as many as store); without a value: none",
     )
     parser.add_argument(
-        "--compression-bytes", type=_whole, metavar="N", help="of one token's compression state in a layer"
+        "--compression-bytes", type=whole(0), metavar="N", help="of one token's compression state in a layer"
     )
     parser.add_argument("--memory", type=_memory, default="40GiB", metavar="SIZE", help="for state slots (40GiB)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the map there, each layer for itself")
@@ -71,8 +72,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the map and its totals, write the file, return 0."""
-    if arguments.json and not arguments.json.parent.is_dir():
-        raise InputError(f"{arguments.json}: its folder does not exist")
+    check_output(arguments.json)
     try:
         layout = _layout(arguments)
     except ValueError as error:
@@ -164,12 +164,6 @@ def _summary(layout: StateSlotLayout, memory: int) -> dict[str, Any]:
 
 def _given(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number")
-    return int(text)
 
 
 def _ratio(text: str) -> Ratio:
