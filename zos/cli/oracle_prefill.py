@@ -1,4 +1,4 @@
-"""The oracle of prefill steps: what DESIGN says of prepare_v4_prefill_metadata, in plain Python."""
+"""The oracle of prefill steps: what docs/design.md says of prepare_v4_prefill_metadata, in plain Python."""
 
 from __future__ import annotations
 
