@@ -29,7 +29,7 @@ def commit(
         return
     _COMMIT.bind(
         records.device,
-        -(-num_rows // THREADS),
+        (-(-num_rows // THREADS), 1),
         (THREADS, 1),
         records.data_ptr(),
         pointer(token_ids),

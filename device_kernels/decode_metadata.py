@@ -53,10 +53,10 @@ def bind_prepare_v4_decode_metadata(kernel: Kernel = _PREPARE, **operands: Any) 
     chunked = packed and num_rows > ONE_LAUNCH_ROWS
     values = pack_parameters(**operands, limit=step, rows_per_chunk=ROWS_PER_CHUNK if chunked else 0)
     blocks = 1 + -(-num_rows // grid.rows)  # block 0 sums the batch up
-    prepare = kernel.bind(device, blocks, (grid.warps * WARP, grid.rows), *values)
+    prepare = kernel.bind(device, (blocks, 1), (grid.warps * WARP, grid.rows), *values)
     if not chunked:
         return prepare
-    sum_places = _SUM_PLACES.bind(device, chunk_count(num_rows), (ROWS_PER_CHUNK, 1), *values)
+    sum_places = _SUM_PLACES.bind(device, (chunk_count(num_rows), 1), (ROWS_PER_CHUNK, 1), *values)
 
     def sum_then_prepare() -> None:
         sum_places()

@@ -3,6 +3,8 @@
 
 using namespace zos;
 
+constexpr int PREFILL_INDEX_PARTS = 8;  // as INDEX_PARTS in prefill_metadata.cu
+
 extern "C" __global__ void floor_empty(const __grid_constant__ Params p) {}
 
 // Every output of a token place but its index row, made of `v`.
@@ -59,14 +61,25 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP) floor_dependent_lo
 
 // What a prefill writes, by token place and by row, and nothing else.
 extern "C" __global__ void floor_prefill_write_only(const __grid_constant__ Params p) {
-    const int place = blockIdx.x * blockDim.x + threadIdx.x;
-    if (place < p.num_rows) {
-        p.seqlens_q[place] = place;
-        p.seqlens_k[place] = place;
-        p.cu_seqlens_q[place] = place;
-        p.tickets[place] = {place, place, place, place};
-        for (int i = 0; i < 3; ++i) p.swa_load_plan[place * 3ll + i] = {place, place, place, place};
-        p.last_token_index[place] = place;
+    const int lane = threadIdx.x % WARP, parts = p.kv_swa_full_index ? PREFILL_INDEX_PARTS : 1;
+    const int row_warps = larger((p.num_rows + WARP - 1) / WARP, 1);
+    const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP - row_warps;
+    if (warp < 0) {
+        const int row = (warp + row_warps) * WARP + lane;
+        if (row >= p.num_rows) return;
+        p.seqlens_q[row] = row;
+        p.seqlens_k[row] = row;
+        p.cu_seqlens_q[row] = row;
+        p.tickets[row] = {row, row, row, row};
+        for (int i = 0; i < 3; ++i) p.swa_load_plan[row * 3ll + i] = {row, row, row, row};
+        p.last_token_index[row] = row;
+        return;
     }
-    if (place < p.num_places) write_scalars_of(p, place, place);
+    const int first = warp / parts * WARP, place = first + lane;
+    if (warp % parts == 0 && place < p.num_places) write_scalars_of(p, place, place);
+    if (!p.kv_swa_full_index) return;
+    for (int i = first + warp % parts; i < smaller(first + WARP, p.num_places); i += parts) {
+        int* out = p.kv_swa_full_index + static_cast<long long>(i) * p.window;
+        for (int k = lane * 4; k < p.window; k += WARP * 4) *reinterpret_cast<int4*>(out + k) = {i, i + 1, i + 2, i + 3};
+    }
 }

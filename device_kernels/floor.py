@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from device_kernels.decode_metadata import bind_prepare_v4_decode_metadata
-from device_kernels.metadata import LAYOUT, pack_parameters
+from device_kernels.metadata import LAYOUT
 from device_kernels.module import Kernel
-from device_kernels.prefill_metadata import TOKEN_THREADS
+from device_kernels.prefill_metadata import bind_prepare_v4_prefill_metadata
 
 EMPTY = Kernel("floor", "floor_empty", LAYOUT)
 WRITE_ONLY = Kernel("floor", "floor_write_only", LAYOUT)
@@ -22,7 +22,5 @@ def bind_floor(kernel: Kernel, **operands: Any) -> Callable[[], None]:
 
 
 def bind_prefill_floor(**operands: Any) -> Callable[[], None]:
-    """Bind the write-only floor to the arguments of a prefill, on the grid of its token launch."""
-    values = pack_parameters(limit=operands.pop("max_prefill_tokens"), **operands)
-    blocks = -(-operands["positions"].shape[0] // TOKEN_THREADS)
-    return PREFILL_WRITE_ONLY.bind(operands["records"].device, blocks, (TOKEN_THREADS, 1), *values)
+    """Bind the write-only floor to the arguments of a prefill, on its grid."""
+    return bind_prepare_v4_prefill_metadata(PREFILL_WRITE_ONLY, **operands)

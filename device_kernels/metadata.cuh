@@ -59,7 +59,7 @@ struct Params {
     int num_compressions;
     int rows_per_chunk;                    // 0: no chunk sums, blocks sum every row before theirs
     int packed;
-    int vector_index;                      // kv_swa_index may be written 16 bytes at a time
+    int vector_index;                      // kv_swa_index or kv_swa_full_index may be written 16 bytes at a time
     Divisor ring;
     Compression compressions[MAX_COMPRESSIONS];
 };
@@ -147,24 +147,29 @@ __device__ __forceinline__ int lanes_before(int value) {
     return sum - value;
 }
 
+// The two sections that a row's j-th token sees: of B * W history rows, then of the step's own tokens.
+__device__ __forceinline__ int4 pivots_of(const Params& p, const Row& r, int row, int j) {
+    if (!r.live || j >= r.places) return {0, 0, 0, 0};
+    const int begin = window_begin(r.q_start + j, p.window, r.swa_valid_start);
+    const int start = history_start(begin, r.q_start, p.window), chunk = chunk_start(begin, r.q_start);
+    return {row * p.window + start, p.window - start, p.num_rows * p.window + r.first_place + chunk, j - chunk + 1};
+}
+
 __device__ __forceinline__ void write_scalars(const Params& p, const Row& r, int row, int place, int j) {
     int2 offset_len = {0, 0};
-    int4 pivots = {0, 0, 0, 0};  // into B * W history rows (section 1), then the step's own tokens (section 2)
     long long input_id = 0, write_slot = -1;
     const bool live = r.live && j < r.places;
     const int position = r.q_start + j;
     if (live) {
         const int begin = window_begin(position, p.window, r.swa_valid_start);
         const int first_slot = r.state_id * p.ring.divisor;
-        const int start = history_start(begin, r.q_start, p.window), chunk = chunk_start(begin, r.q_start);
         offset_len = {first_slot + ring_slot(begin, p.ring), position - begin + 1};
-        pivots = {row * p.window + start, p.window - start, p.num_rows * p.window + r.first_place + chunk, j - chunk + 1};
         if (!overwritten(j, r.places, p.ring.divisor)) write_slot = first_slot + ring_slot(position, p.ring);
         if (p.input_ids && r.q_start >= r.prompt_end && r.places <= p.tokens_per_step)
             input_id = p.token_ids[static_cast<long long>(r.state_id) * p.tokens_per_step + j];
     }
     p.kv_swa_index_offset_len[place] = offset_len;
-    p.kv_swa_full_index_pivots[place] = pivots;
+    p.kv_swa_full_index_pivots[place] = pivots_of(p, r, row, j);
     p.swa_len[place] = offset_len.y;
     p.positions[place] = live ? position : 0;
     if (p.input_ids) p.input_ids[place] = input_id;

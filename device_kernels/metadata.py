@@ -51,7 +51,7 @@ def pack_parameters(
     packed: bool = True,
 ) -> tuple[int, ...]:
     """Values of the struct's members in their order; an output that a prepare does not have is a null pointer."""
-    index_address = pointer(kv_swa_index)
+    index_address = pointer(kv_swa_full_index if kv_swa_index is None else kv_swa_index)
     index_bytes = window * swa_len.element_size()
     compressions = [
         member
@@ -64,7 +64,7 @@ def pack_parameters(
         state_ids.data_ptr(),
         pointer(token_ids),
         kv_swa_index_offset_len.data_ptr(),
-        index_address,
+        pointer(kv_swa_index),
         kv_swa_full_index_pivots.data_ptr(),
         swa_len.data_ptr(),
         positions.data_ptr(),

@@ -67,7 +67,7 @@ class Kernel:
         return function
 
     def bind(
-        self, device: torch.device, blocks: int, threads: tuple[int, int], *values: int | float
+        self, device: torch.device, blocks: tuple[int, int], threads: tuple[int, int], *values: int | float
     ) -> Callable[[], None]:
         """Pack the parameters once; the returned function launches on torch's current stream of `device`.
 
@@ -82,7 +82,7 @@ class Kernel:
         index = device.index
         # One element of a void type is how CuPy passes a struct by value.
         parameters = np.frombuffer(self._layout.pack(*values), np.dtype((np.void, self._layout.size)))
-        shape, arguments = ((blocks,), threads), (parameters,)
+        shape, arguments = (blocks, threads), (parameters,)
 
         def launch() -> None:
             function = self._functions.get(index) or self.load(index)

@@ -1,11 +1,16 @@
 // prepare_v4_prefill_metadata: attention metadata of a step whose rows may be chunks of any length, always packed.
 //
-// Two launches. `prepare_prefill_rows`, one block, judges and sums the rows and writes what belongs to a row: its ticket, its load
-// plan, where its tokens begin. `prepare_v4_prefill_metadata` then goes by token place, so that long and short rows cost alike: each
-// thread finds its token's row in cu_seqlens_q and writes the scalars; a warp a token writes kv_swa_full_index where it is wanted.
+// Work goes by token place, so that long and short rows cost alike: a lane has a place, and a warp finds the rows of its 32 places by
+// walking the batch, 32 rows at a time. Where kv_swa_full_index is wanted, several warps share 32 places. The first warps write what
+// belongs to a row: its ticket, its load plan, where its tokens begin. One launch, and no thread waits for another warp.
+//
+// A batch too long for every warp to walk takes two: `prepare_prefill_rows`, one block, does the rows, and `prepare_prefill_tokens`
+// finds the row of a place in cu_seqlens_q.
 #include "metadata.cuh"
 
 using namespace zos;
+
+constexpr int INDEX_PARTS = 8;  // warps that share the full index of 32 places
 
 // The row's history rows: zeros for positions that are missing, then the ring range, split where the ring goes round.
 __device__ __forceinline__ void write_load_plan(const Params& p, const Row& r, int row) {
@@ -30,6 +35,140 @@ __device__ __forceinline__ void write_load_plan(const Params& p, const Row& r, i
 #pragma unroll
     for (int i = 0; i < 3; ++i) p.swa_load_plan[row * 3ll + i] = segments[i];
 }
+
+__device__ __forceinline__ void write_prefill_row(const Params& p, const Row& r, int row) {
+    write_row(p, r, row);
+    write_load_plan(p, r, row);
+    p.last_token_index[row] = r.live ? r.first_place + r.places - 1 : -1;
+}
+
+__device__ __forceinline__ void write_sums(const Params& p, int places, int live_tokens, int deferred) {
+    p.num_tokens[0] = live_tokens;
+    p.cu_seqlens_q[p.num_rows] = places;
+    if (deferred > 0) atomicAdd(&p.counters[COUNTER_DEFERRED], static_cast<unsigned long long>(deferred));
+}
+
+// kv_swa_full_index of one token by one warp: its pivots expanded, history rows first, then the chunk's own, then -1.
+__device__ __forceinline__ void write_full_index(const Params& p, int4 pivots, int place) {
+    int* out = p.kv_swa_full_index + static_cast<long long>(place) * p.window;
+    const auto index_at = [&](int k) {
+        return k < pivots.y ? pivots.x + k : k < pivots.y + pivots.w ? pivots.z + k - pivots.y : -1;
+    };
+    const int lane = threadIdx.x % WARP;
+    if (p.vector_index) {
+        for (int k = lane * 4; k < p.window; k += WARP * 4)
+            *reinterpret_cast<int4*>(out + k) = {index_at(k), index_at(k + 1), index_at(k + 2), index_at(k + 3)};
+    } else {
+        for (int k = lane; k < p.window; k += WARP) out[k] = index_at(k);
+    }
+}
+
+__device__ __forceinline__ int index_parts(const Params& p) { return p.kv_swa_full_index ? INDEX_PARTS : 1; }
+
+// What a warp, `part` of those that share 32 places, writes of them; `place` is the lane's, `r` and `row` are that place's.
+__device__ __forceinline__ void write_places(const Params& p, const Row& r, int row, int place, int part) {
+    const int j = place - r.first_place;
+    if (part == 0 && place < p.num_places) write_scalars(p, r, row, place, j);
+    if (!p.kv_swa_full_index) return;
+    const int4 own = pivots_of(p, r, row, j);
+    for (int i = part; i < WARP; i += INDEX_PARTS) {
+        const int4 pivots = {__shfl_sync(ALL_LANES, own.x, i), __shfl_sync(ALL_LANES, own.y, i),
+                             __shfl_sync(ALL_LANES, own.z, i), __shfl_sync(ALL_LANES, own.w, i)};
+        const int its_place = __shfl_sync(ALL_LANES, place, i);
+        if (its_place < p.num_places) write_full_index(p, pivots, its_place);
+    }
+}
+
+// ---- one launch -----------------------------------------------------------------------------------------------------------
+
+// A warp's walk through the batch. Sums of places are capped at num_places + 1, "too many", so that they cannot overflow.
+struct Walk {
+    unsigned places;  // of the rows walked so far
+    int live_tokens;  // this lane's share of the live tokens
+    int deferred;     // and of the deferred rows
+};
+
+struct WalkedRow {
+    Row row;
+    unsigned end;  // place after its last
+};
+
+// The next 32 rows, a lane each.
+__device__ __forceinline__ WalkedRow next_rows(const Params& p, int first_row, Walk* walk) {
+    const int lane = threadIdx.x % WARP;
+    const unsigned most = static_cast<unsigned>(p.num_places);
+    Row r = read_row(p, first_row + lane);
+    unsigned end = min(static_cast<unsigned>(r.places), most + 1);
+#pragma unroll
+    for (int step = 1; step < WARP; step *= 2) {
+        const unsigned other = __shfl_up_sync(ALL_LANES, end, step);
+        if (lane >= step) end = min(end + other, most + 1);
+    }
+    end = min(end + walk->places, most + 1);
+    const unsigned before = __shfl_up_sync(ALL_LANES, end, 1);
+    r.first_place = static_cast<int>(min(lane == 0 ? walk->places : before, most));
+    walk->places = __shfl_sync(ALL_LANES, end, WARP - 1);
+    walk->deferred += r.live && end > most;
+    r.live = r.live && end <= most;
+    walk->live_tokens += r.live ? r.places : 0;
+    return {r, end};
+}
+
+// The row of a lane's place, all padding for the tail, and its number.
+__device__ __forceinline__ Row walk_to_place(const Params& p, int place, int* row) {
+    Walk walk = {};
+    Row found = {-1, 0, 0, 0, 0, 0, 0, NO_ERROR, NO_ERROR, 0, 0, false};
+    *row = -1;
+    const unsigned last_place = __shfl_sync(ALL_LANES, place, WARP - 1);
+    for (int first_row = 0; first_row < p.num_rows && walk.places <= last_place; first_row += WARP) {
+        const unsigned begin = walk.places;
+        const WalkedRow walked = next_rows(p, first_row, &walk);
+        int source = 0;  // lanes whose rows end at or before the place: the lane of the place's row
+#pragma unroll
+        for (int step = WARP / 2; step > 0; step /= 2)
+            if (__shfl_sync(ALL_LANES, walked.end, source + step - 1) <= place) source += step;
+        Row r = found;
+        r.state_id = __shfl_sync(ALL_LANES, walked.row.state_id, source);
+        r.q_start = __shfl_sync(ALL_LANES, walked.row.q_start, source);
+        r.prompt_end = __shfl_sync(ALL_LANES, walked.row.prompt_end, source);
+        r.swa_valid_start = __shfl_sync(ALL_LANES, walked.row.swa_valid_start, source);
+        r.kv_cached_end = __shfl_sync(ALL_LANES, walked.row.kv_cached_end, source);
+        r.places = __shfl_sync(ALL_LANES, walked.row.places, source);
+        r.first_place = __shfl_sync(ALL_LANES, walked.row.first_place, source);
+        r.live = __shfl_sync(ALL_LANES, static_cast<int>(walked.row.live), source);
+        if (begin <= place && place < walk.places) {
+            found = r;
+            *row = first_row + source;
+        }
+    }
+    return found;
+}
+
+// Rows first_row … first_row + 31, a lane each; the warp of the last rows has walked them all and sums up.
+__device__ __forceinline__ void write_rows(const Params& p, int first_row) {
+    Walk walk = {};
+    Row r = {};
+    for (int before = 0; before <= first_row; before += WARP) r = next_rows(p, before, &walk).row;
+    const int row = first_row + threadIdx.x % WARP;
+    if (row < p.num_rows) write_prefill_row(p, r, row);
+    if (first_row + WARP < p.num_rows) return;
+    const int live_tokens = __reduce_add_sync(ALL_LANES, walk.live_tokens);
+    const int deferred = __reduce_add_sync(ALL_LANES, walk.deferred);
+    if (row == first_row)
+        write_sums(p, static_cast<int>(min(walk.places, static_cast<unsigned>(p.num_places))), live_tokens, deferred);
+}
+
+extern "C" __global__ void prepare_v4_prefill_metadata(const __grid_constant__ Params p) {
+    const int row_warps = larger((p.num_rows + WARP - 1) / WARP, 1), parts = index_parts(p);
+    const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP - row_warps;
+    if (warp < 0) return write_rows(p, (warp + row_warps) * WARP);
+    const int place = warp / parts * WARP + threadIdx.x % WARP;
+    int row;
+    const Row r = walk_to_place(p, place, &row);
+    write_places(p, r, row, place, warp % parts);
+}
+
+// ---- two launches ---------------------------------------------------------------------------------------------------------
 
 // Sum of a value over the threads of the block before this one, and over all; 64 bits, since chunks may be long and rows many.
 __device__ __forceinline__ long long threads_before(long long value, long long* partial, long long* total) {
@@ -70,18 +209,13 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP) prepare_prefill_ro
         deferred += r.live && !fits;
         r.live = r.live && fits;
         live += r.live ? r.places : 0;
-        write_row(p, r, row);
-        write_load_plan(p, r, row);
-        p.last_token_index[row] = r.live ? r.first_place + r.places - 1 : -1;
+        write_prefill_row(p, r, row);
         place += r.places;
     }
     live = block_sum(live, live_partial);
     deferred = block_sum(deferred, deferred_partial);
-    if (threadIdx.x == 0) {
-        p.num_tokens[0] = live;
-        p.cu_seqlens_q[p.num_rows] = total < p.num_places ? static_cast<int>(total) : p.num_places;
-        if (deferred > 0) atomicAdd(&p.counters[COUNTER_DEFERRED], static_cast<unsigned long long>(deferred));
-    }
+    if (threadIdx.x == 0)
+        write_sums(p, total < p.num_places ? static_cast<int>(total) : p.num_places, live, deferred);
 }
 
 // The row that a token place belongs to, -1 for the tail: the last row whose places begin at or before it.
@@ -116,23 +250,9 @@ __device__ __forceinline__ Row row_for_tokens(const Params& p, int row) {
     return r;
 }
 
-// kv_swa_full_index of one token by one warp: its pivots expanded, history rows first, then the chunk's own, then -1.
-__device__ __forceinline__ void write_full_index(const Params& p, int place) {
-    const int4 pivots = p.kv_swa_full_index_pivots[place];
-    int* out = p.kv_swa_full_index + static_cast<long long>(place) * p.window;
-    for (int k = threadIdx.x % WARP; k < p.window; k += WARP)
-        out[k] = k < pivots.y ? pivots.x + k : k < pivots.y + pivots.w ? pivots.z + k - pivots.y : -1;
-}
-
-extern "C" __global__ void prepare_v4_prefill_metadata(const __grid_constant__ Params p) {
-    const int first = blockIdx.x * blockDim.x, place = first + threadIdx.x;
-    if (place < p.num_places) {
-        const int row = row_of_place(p, place);
-        const Row r = row_for_tokens(p, row);
-        write_scalars(p, r, row, place, place - r.first_place);
-    }
-    if (!p.kv_swa_full_index) return;
-    __syncthreads();  // the pivots of this block's tokens are written
-    for (int i = first + threadIdx.x / WARP; i < smaller(first + blockDim.x, p.num_places); i += blockDim.x / WARP)
-        write_full_index(p, i);
+extern "C" __global__ void prepare_prefill_tokens(const __grid_constant__ Params p) {
+    const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, parts = index_parts(p);
+    const int place = warp / parts * WARP + threadIdx.x % WARP;
+    const int row = row_of_place(p, place);
+    write_places(p, row_for_tokens(p, row), row, place, warp % parts);
 }

@@ -1,4 +1,4 @@
-"""Launcher of prefill_metadata.cu: one block judges and sums the rows, then the tokens are written by place."""
+"""Launcher of prefill_metadata.cu: one launch, in which every warp walks the batch, or two where it is too long for that."""
 
 from __future__ import annotations
 
@@ -8,25 +8,31 @@ from typing import Any
 from device_kernels.metadata import LAYOUT, WARP, pack_parameters
 from device_kernels.module import Kernel
 
-ROW_THREADS = 1024  # at most: of the one block that scans the rows
-TOKEN_THREADS = 128
+ROWS_WALKED = 256  # at most by every warp
+ROW_THREADS = 1024  # at most: of the one block that scans the rows of a longer batch
+WARPS = 4  # of a block; no warp waits for another
+INDEX_PARTS = 8  # warps that share 32 places where the full index is wanted, as in prefill_metadata.cu
 
+_PREPARE = Kernel("prefill_metadata", "prepare_v4_prefill_metadata", LAYOUT)
 _ROWS = Kernel("prefill_metadata", "prepare_prefill_rows", LAYOUT)
-_TOKENS = Kernel("prefill_metadata", "prepare_v4_prefill_metadata", LAYOUT)
-KERNELS = (_ROWS, _TOKENS)
+_TOKENS = Kernel("prefill_metadata", "prepare_prefill_tokens", LAYOUT)
+KERNELS = (_PREPARE, _ROWS, _TOKENS)
 
 
-def bind_prepare_v4_prefill_metadata(max_prefill_tokens: int, **operands: Any) -> Callable[[], None]:
-    """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernels on them."""
-    device, num_rows, places = (
-        operands["records"].device,
-        operands["state_ids"].shape[0],
-        operands["positions"].shape[0],
-    )
-    values = pack_parameters(**operands, limit=max_prefill_tokens)
-    row_threads = min(ROW_THREADS, max(1, -(-num_rows // WARP)) * WARP)
-    rows = _ROWS.bind(device, 1, (row_threads, 1), *values)
-    tokens = _TOKENS.bind(device, -(-places // TOKEN_THREADS), (TOKEN_THREADS, 1), *values)
+def bind_prepare_v4_prefill_metadata(kernel: Kernel = _PREPARE, **operands: Any) -> Callable[[], None]:
+    """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernels on them.
+
+    `kernel` is for benchmarks, which give a floor the same grid.
+    """
+    device, num_rows = operands["records"].device, operands["state_ids"].shape[0]
+    places = operands["positions"].shape[0]
+    values = pack_parameters(limit=operands.pop("max_prefill_tokens"), **operands)
+    token_warps = -(-places // WARP) * (1 if operands["kv_swa_full_index"] is None else INDEX_PARTS)
+    row_warps = max(1, -(-num_rows // WARP))
+    if num_rows <= ROWS_WALKED:
+        return kernel.bind(device, (-(-(row_warps + token_warps) // WARPS), 1), (WARPS * WARP, 1), *values)
+    rows = _ROWS.bind(device, (1, 1), (min(ROW_THREADS, row_warps * WARP), 1), *values)
+    tokens = _TOKENS.bind(device, (-(-token_warps // WARPS), 1), (WARPS * WARP, 1), *values)
 
     def prepare() -> None:
         rows()

@@ -1,56 +1,80 @@
-// swa_ring_load: gathers history entries by load plan, dequantises them, and writes zeros where there are none; one warp a row.
+// swa_ring_load: gathers history entries by load plan out of the rings of one layer or of several, dequantises them, and writes
+// zeros where there are none; a warp has two rows (entry.cuh), a grid row one layer.
 #include "entry.cuh"
 
 using namespace zos;
 
 struct Params {
     Cache cache;
-    const int4* load_plan;  // [num_rows / window, 3]: (src state_id or -1 for zeros, src ring slot, dst row, rows)
-    void* out;              // [num_rows, cache.values], contiguous
-    long long num_rows;     // B * window
+    const int4* load_plan;    // [num_rows / window, 3]: (src state_id or -1 for zeros, src ring slot, dst row, rows)
+    unsigned char* out;       // [num_layers, out_rows, cache.values], contiguous
+    long long out_rows;       // num_rows or more
+    int num_rows;             // B * window
     int ring;
-    int dtype;
-    int vector_out;         // out may be written 16 bytes at a time
-    int window;
+    int vector_out;           // out may be written 16 bytes at a time
+    Divisor window;
 };
 
-extern "C" __global__ void swa_ring_load(const __grid_constant__ Params p) {
-    const long long row = blockIdx.x * static_cast<long long>(blockDim.x / WARP) + threadIdx.x / WARP;
-    if (row >= p.num_rows) return;
-    const int lane = threadIdx.x % WARP;
-    const int4* plan = p.load_plan + row / p.window * 3;
+// The entry that a history row is loaded from, null for a row of zeros.
+__device__ __forceinline__ const unsigned char* source_of_row(const Params& p, int layer, int row) {
+    const int4* plan = p.load_plan + quotient(row, p.window) * 3ll;
     long long state = -1;
     int slot = 0;
 #pragma unroll
     for (int s = 0; s < 3; ++s) {
         const int4 segment = plan[s];
-        if (row >= segment.z && row - segment.z < segment.w) {
+        const int k = row - segment.z;  // may wrap around in a nonsense plan, and is out of range then
+        if (row >= segment.z && k >= 0 && k < segment.w) {
             state = segment.x;
-            slot = segment.y + static_cast<int>(row - segment.z);
+            slot = segment.y > INT32_LARGEST - k ? -1 : segment.y + k;
         }
     }
     // A plan names slots of this cache; one that does not (a stale or foreign plan) reads zeros, not memory.
     const bool there = state >= 0 && slot >= 0 && slot < p.ring && state * p.ring + slot < p.cache.num_slots;
-    const unsigned char* entry = entry_at(p.cache, there ? state : 0, there ? slot : 0);
+    return there ? entry_at(p.cache, layer, state, slot) : nullptr;
+}
 
-    for (int i = lane * LANE_VALUES; i < p.cache.values; i += WARP_VALUES) {
-        float x[LANE_VALUES] = {};
-        if (there) {
-            unsigned words[4];
-            if (p.cache.vector) {
-                const uint4 packed = *reinterpret_cast<const uint4*>(entry + i);
-                words[0] = packed.x, words[1] = packed.y, words[2] = packed.z, words[3] = packed.w;
-            } else {
+template <int DTYPE>
+__device__ __forceinline__ void load_rows(const Params& p) {
+    const int lane = threadIdx.x % WARP, layer = blockIdx.y, width = p.cache.values;
+    const long long first = (blockIdx.x * static_cast<long long>(blockDim.x / WARP) + threadIdx.x / WARP) * TOKENS;
+    const unsigned char* source[TOKENS];
 #pragma unroll
-                for (int w = 0; w < 4; ++w)
-                    words[w] = entry[i + 4 * w] | entry[i + 4 * w + 1] << 8 | entry[i + 4 * w + 2] << 16 |
-                               static_cast<unsigned>(entry[i + 4 * w + 3]) << 24;
+    for (int t = 0; t < TOKENS; ++t)
+        source[t] = first + t < p.num_rows ? source_of_row(p, layer, static_cast<int>(first + t)) : nullptr;
+
+    for (int begin = 0; begin < width; begin += ROUNDS * ROUND_VALUES) {
+        uint2 packed[TOKENS][ROUNDS];
+        int scale[TOKENS][ROUNDS];
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                const int i = begin + r * ROUND_VALUES + lane * LANE_VALUES;
+                packed[t][r] = {};
+                scale[t][r] = 0;  // elements of 0 are +0 under it
+                if (source[t] && i < width) {
+                    packed[t][r] = load_elements(source[t] + i, p.cache.vector);
+                    scale[t][r] = source[t][width + i / SCALE_BLOCK];
+                }
             }
-            const float factor = e8m0_value(entry[p.cache.values + i / (2 * LANE_VALUES)]);
-#pragma unroll
-            for (int k = 0; k < LANE_VALUES; ++k)
-                x[k] = element_value(words[k / 4] >> (k % 4 * 8) & 0xFFu, factor);
         }
-        store_values(x, p.out, row * p.cache.values + i, p.dtype, p.vector_out);
+#pragma unroll
+        for (int t = 0; t < TOKENS; ++t) {
+            if (first + t >= p.num_rows) break;
+            unsigned char* out = p.out + (layer * p.out_rows + first + t) * width * value_bytes<DTYPE>();
+#pragma unroll
+            for (int r = 0; r < ROUNDS; ++r) {
+                const int i = begin + r * ROUND_VALUES + lane * LANE_VALUES;
+                if (i >= width) continue;
+                float x[LANE_VALUES];
+                const bool nan = dequantise(x, packed[t][r], scale[t][r]);
+                store_values<DTYPE>(x, out + i * value_bytes<DTYPE>(), p.vector_out, nan);
+            }
+        }
     }
 }
+
+extern "C" __global__ void swa_ring_load_float32(const __grid_constant__ Params p) { load_rows<FLOAT32>(p); }
+extern "C" __global__ void swa_ring_load_float16(const __grid_constant__ Params p) { load_rows<FLOAT16>(p); }
+extern "C" __global__ void swa_ring_load_bfloat16(const __grid_constant__ Params p) { load_rows<BFLOAT16>(p); }

@@ -1,31 +1,30 @@
-"""Launcher of ring_load.cu: one warp a history row."""
+"""Launcher of ring_load.cu: a warp for every two history rows, a grid row for each layer."""
 
 from __future__ import annotations
 
 import torch
 
-from device_kernels.entry import CACHE_LAYOUT, DTYPES, TOKENS_PER_BLOCK, WARP, is_vector, pack_cache
-from device_kernels.module import Kernel
+from device_kernels.entry import grid, is_vector, kernels_by_dtype, pack_cache
+from device_kernels.module import divisor
 
-_LOAD = Kernel("ring_load", "swa_ring_load", CACHE_LAYOUT + "2Pq4i")
-KERNELS = (_LOAD,)
+_LOAD = kernels_by_dtype("ring_load", "2Pq3i" + "iIi")
+KERNELS = tuple(_LOAD.values())
 
 
 def swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
     """Launch the kernel on checked arguments; shapes and meaning are documented at `zos.ops`."""
     rows = load_plan.shape[0] * window
-    if rows == 0:
+    if rows == 0 or out.numel() == 0:
         return
-    _LOAD.bind(
+    _LOAD[out.dtype].bind(
         out.device,
-        -(-rows // TOKENS_PER_BLOCK),
-        (TOKENS_PER_BLOCK * WARP, 1),
-        *pack_cache(swa_cache, out.shape[1]),
+        *grid(swa_cache, rows),
+        *pack_cache(swa_cache, out.shape[-1]),
         load_plan.data_ptr(),
         out.data_ptr(),
+        out.shape[-2],
         rows,
-        swa_cache.shape[1],
-        DTYPES[out.dtype],
+        swa_cache.shape[-3],
         is_vector(out),
-        window,
+        *divisor(window),
     )()

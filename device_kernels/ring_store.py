@@ -1,33 +1,31 @@
-"""Launcher of ring_store.cu: one warp a token."""
+"""Launcher of ring_store.cu: a warp for every two tokens, a grid row for each layer."""
 
 from __future__ import annotations
 
 import torch
 
-from device_kernels.entry import CACHE_LAYOUT, DTYPES, TOKENS_PER_BLOCK, WARP, is_vector, pack_cache
-from device_kernels.module import Kernel, divisor, pointer
+from device_kernels.entry import grid, is_vector, kernels_by_dtype, pack_cache
+from device_kernels.module import divisor, pointer
 
-_STORE = Kernel("ring_store", "swa_ring_store", CACHE_LAYOUT + "3Pq2i" + "iIi")
-KERNELS = (_STORE,)
+_STORE = kernels_by_dtype("ring_store", "3Pqi" + "iIi")
+KERNELS = tuple(_STORE.values())
 
 
 def swa_ring_store(
     values: torch.Tensor, write_slot: torch.Tensor, swa_cache: torch.Tensor, cast_back: torch.Tensor | None
 ) -> None:
     """Launch the kernel on checked arguments; shapes and meaning are documented at `zos.ops`."""
-    tokens, width = values.shape
-    if tokens == 0:
+    if values.numel() == 0:
         return
-    _STORE.bind(
+    tokens, width = values.shape[-2:]
+    _STORE[values.dtype].bind(
         values.device,
-        -(-tokens // TOKENS_PER_BLOCK),
-        (TOKENS_PER_BLOCK * WARP, 1),
+        *grid(swa_cache, tokens),
         *pack_cache(swa_cache, width),
         values.data_ptr(),
         write_slot.data_ptr(),
         pointer(cast_back),
         tokens,
-        DTYPES[values.dtype],
         is_vector(values) and (cast_back is None or is_vector(cast_back)),
-        *divisor(swa_cache.shape[1]),
+        *divisor(swa_cache.shape[-3]),
     )()

@@ -28,7 +28,7 @@ def apply_table_edits(
         return
     _APPLY.bind(
         records.device,
-        blocks,
+        (blocks, 1),
         (THREADS, 1),
         records.data_ptr(),
         pointer(token_ids),

@@ -40,10 +40,10 @@ def _dequantise(entries, out, elements, scales):
 
 
 def dequantise(entries: np.ndarray) -> np.ndarray:
-    """fp32 [T, D] of entries uint8 [T, D + D / 32]."""
-    blocks = entries.shape[1] // (SCALE_BLOCK + 1)  # of so many elements and their scale
-    out = np.empty((entries.shape[0], blocks * SCALE_BLOCK), np.float32)
-    _dequantise(entries, out, _ELEMENTS, _SCALES)
+    """fp32 [..., D] of entries uint8 [..., D + D / 32]."""
+    blocks = entries.shape[-1] // (SCALE_BLOCK + 1)  # of so many elements and their scale
+    out = np.empty((*entries.shape[:-1], blocks * SCALE_BLOCK), np.float32)
+    _dequantise(entries.reshape(-1, entries.shape[-1]), out.reshape(-1, out.shape[-1]), _ELEMENTS, _SCALES)
     return out
 
 
@@ -56,13 +56,16 @@ def write_values(values: np.ndarray, out: torch.Tensor) -> None:
 
 def swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.Tensor, window: int) -> None:
     """Gather, dequantise and zero-fill, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
-    states, ring = swa_cache.shape[:2]
-    entries = np.zeros(
-        (load_plan.shape[0] * window, swa_cache.shape[3]), np.uint8
-    )  # byte 0 is +0 under any scale but NaN
+    (states, ring), rows = swa_cache.shape[-4:-2], load_plan.shape[0] * window
+    entries = np.zeros((*out.shape[:-2], rows, swa_cache.shape[-1]), np.uint8)  # byte 0 is +0 under any scale but NaN
     cache = swa_cache.numpy()
-    for state, slot, to, rows in load_plan.reshape(-1, 4).tolist():
-        last = min(rows, ring - slot)
-        if 0 <= state < states and slot >= 0 and last > 0:
-            entries[to : to + last] = cache[state, slot : slot + last, 0]
-    write_values(dequantise(entries), out[: len(entries)])
+    for row, plan in enumerate(load_plan.tolist()):
+        for state, slot, to, length in plan:
+            begin, end = max(to, row * window), min(to + length, (row + 1) * window)  # a segment fills rows of its own row only
+            entries[..., begin : max(begin, end), :] = 0
+            slot += begin - to
+            first, last = max(slot, 0), min(slot + end - begin, ring)
+            if 0 <= state < states and first < last:
+                begin += first - slot
+                entries[..., begin : begin + last - first, :] = cache[..., state, first:last, 0, :]
+    write_values(dequantise(entries), out[..., :rows, :])

@@ -39,13 +39,12 @@ def swa_ring_store(
     values: torch.Tensor, write_slot: torch.Tensor, swa_cache: torch.Tensor, cast_back: torch.Tensor | None
 ) -> None:
     """Quantise and write, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
-    tokens, width = values.shape
-    entries = np.empty((tokens, width + width // SCALE_BLOCK), np.uint8)
-    _quantise(values.float().numpy(), entries)
-    states, ring = swa_cache.shape[:2]
+    width, (states, ring) = values.shape[-1], swa_cache.shape[-4:-2]
+    entries = np.empty((*values.shape[:-1], width + width // SCALE_BLOCK), np.uint8)
+    _quantise(values.float().numpy().reshape(-1, width), entries.reshape(-1, entries.shape[-1]))
     slots = write_slot.numpy()
     stored = (slots >= 0) & (slots < states * ring)  # -1 would be the last row to NumPy
     state, slot = np.divmod(slots[stored], ring)
-    swa_cache.numpy()[state, slot, 0] = entries[stored]
+    swa_cache.numpy()[..., state, slot, 0, :] = entries[..., stored, :]
     if cast_back is not None:
         write_values(dequantise(entries), cast_back)

@@ -276,3 +276,51 @@ def test_past_two_gib(device: str) -> None:
     first = 11 * pitch + 133 * ENTRY
     assert first > 2**31
     assert_bitwise_equal(raw[first : first + ENTRY], reference_entries(values)[0], "entry")
+
+
+def test_several_layers_at_once(device: str, seed: int) -> None:
+    """One launch for all layers writes and reads what a launch a layer does, also layers that lie inside a state slot."""
+    swa_cache = zos.SwaCache(zos.StateSlotLayout(stored_layers=3, dropped_layers=1), num_state_slots=4, device=device)
+    single = zos.SwaCache(swa_cache.layout, num_state_slots=4, device=device)
+    for slab in (swa_cache.slab, single.slab):
+        slab.fill_(0x11)
+    values = samples(seed, 3 * 40).reshape(3, 40, WIDTH).to(device)
+    slots = torch.tensor([*range(2 * RING, 2 * RING + 38), -1, RING], device=device)
+    backs = [torch.full_like(values, 77.0) for _ in range(2)]
+    plan = torch.tensor([[[2, 0, 0, 30], [1, 0, 30, 1], [-1, 0, 31, 9]]], dtype=torch.int32, device=device)
+    loaded = [torch.full((3, 50, WIDTH), 9.0, device=device) for _ in range(2)]
+    layers = swa_cache.layers(1, 3)
+    torch.ops.zos.swa_ring_store(values, slots, layers, backs[0])
+    torch.ops.zos.swa_ring_load(layers, plan, loaded[0], 40)
+    for layer in range(3):
+        torch.ops.zos.swa_ring_store(values[layer], slots, single.layer(1 + layer), backs[1][layer])
+        torch.ops.zos.swa_ring_load(single.layer(1 + layer), plan, loaded[1][layer], 40)
+    assert_bitwise_equal(swa_cache.slab, single.slab, "slab")
+    assert (swa_cache.layer(0) == 0x11).all() and not (swa_cache.layer(3)[2, :38] == 0x11).all()
+    for name, (together, apart) in {"cast back": backs, "loaded": loaded}.items():
+        assert_bitwise_equal(together.view(torch.int32), apart.view(torch.int32), name)
+    with pytest.raises(ValueError, match=r"shape of swa_cache: expected \[3, S, R, 1, 528\]"):
+        torch.ops.zos.swa_ring_store(values, slots, swa_cache.layers(0, 2), None)
+    with pytest.raises(ValueError, match="stride of swa_cache: entries of 528 bytes overlap"):
+        torch.ops.zos.swa_ring_store(values, slots, swa_cache.layer(0).expand(3, -1, -1, -1, -1), None)
+    with pytest.raises(ValueError, match="ring=4"):
+        swa_cache.layers(2, 3)
+
+
+def test_segments_fill_rows_of_their_own_row_only(device: str, seed: int) -> None:
+    """A plan whose destinations reach into another row's history, before the buffer or past it gives the same on both paths."""
+    view = cache(device)
+    values = samples(seed).to(device)
+    store(values, list(range(64)), view)
+    plan = torch.tensor(
+        [[[0, 3, -4, 10], [0, 0, 6, 2**31 - 1], [-1, 0, 7, 1]], [[0, -2, 8, 8], [1, 0, 2**31 - 1, 5], [0, 2**31 - 1, 15, 1]]],
+        dtype=torch.int32, device=device,
+    )  # fmt: skip
+    out = torch.full((16, WIDTH), 9.0, device=device)
+    torch.ops.zos.swa_ring_load(view, plan, out, 8)
+    plain = torch.tensor([[[0, 0, 0, 64], [-1, 0, 0, 0], [-1, 0, 0, 0]]], dtype=torch.int32, device=device)
+    everything = torch.empty(64, WIDTH, device=device)
+    torch.ops.zos.swa_ring_load(view, plain, everything, 64)
+    row, zero = list(everything.cpu()), torch.zeros(WIDTH)
+    expected = [*row[7:13], row[0], zero, zero, zero, *row[0:5], zero]
+    assert_bitwise_equal(out.view(torch.int32), torch.stack(expected).view(torch.int32), "loaded")

@@ -96,6 +96,31 @@ class SwaCache:
         slots = self.layout.geometry.ring
         return self._view(self._ring_offset(ring), (slots, 1, entry_bytes), (entry_bytes, entry_bytes, 1))
 
+    def layers(self, first_ring: int, count: int) -> torch.Tensor:
+        """View several layers' rings at once, for one store or load of all of them.
+
+        Parameters
+        ----------
+        first_ring, count : int
+            Rings first_ring … first_ring + count - 1 in the order of the slot.
+
+        Returns
+        -------
+        torch.Tensor
+            uint8 [count, num_state_slots, ring slots, 1, entry bytes]; element [i] is `layer(first_ring + i)`.
+
+        Raises
+        ------
+        ValueError
+            There are no such rings.
+        """
+        count = whole_number("count", count, 1)
+        self._ring_offset(first_ring + count - 1)
+        first = self.layer(first_ring)
+        rings = self.layout.rings[first_ring : first_ring + count]
+        stride = rings[-1].offset - rings[0].offset
+        return first.as_strided((count, *first.shape), (stride // max(1, count - 1), *first.stride()))
+
     def data(self, ring: int) -> torch.Tensor:
         """View the data of a layer's entries, in either format: uint8 [num_state_slots, ring slots, data bytes]."""
         entry, slots = self.layout.entry, self.layout.geometry.ring

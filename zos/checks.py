@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from device_kernels.decode_metadata import chunk_count
-from device_kernels.entry import DTYPES
+from device_kernels.entry import DTYPE_NAMES
 from device_kernels.metadata import MAX_COMPRESSIONS
 from zos.arguments import INT32_LARGEST, whole_number
 from zos.entry import EntryFormat
@@ -198,27 +198,36 @@ def check_apply_table_edits(
 
 
 def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> None:
-    """Check a cache view against the [T, D] tensor on its other side."""
-    if values.dtype not in DTYPES:
+    """Check a cache view against the [T, D] or, of several layers, [L, T, D] tensor on its other side."""
+    if values.dtype not in DTYPE_NAMES:
         raise ValueError(f"Invalid dtype of {name}: expected float32, float16 or bfloat16, got {values.dtype}")
-    if values.dim() != 2 or values.shape[1] < SCALE_BLOCK or values.shape[1] % SCALE_BLOCK:
+    if values.dim() not in (2, 3) or values.shape[-1] < SCALE_BLOCK or values.shape[-1] % SCALE_BLOCK:
         raise ValueError(
-            f"Invalid shape of {name}: expected [T, D], D a multiple of {SCALE_BLOCK}, got {list(values.shape)}"
+            f"Invalid shape of {name}: expected [T, D] or [L, T, D], D a multiple of {SCALE_BLOCK}, "
+            f"got {list(values.shape)}"
         )
     _expect(name, values, values.dtype, tuple(values.shape), values.device)
     if swa_cache.dtype is not torch.uint8:
         raise ValueError(f"Invalid dtype of swa_cache: expected {torch.uint8}, got {swa_cache.dtype}")
     if swa_cache.device != values.device:
         raise ValueError(f"Invalid device of swa_cache: expected {values.device}, got {swa_cache.device}")
-    entry = values.shape[1] + values.shape[1] // SCALE_BLOCK
-    if swa_cache.dim() != 4 or swa_cache.shape[2] != 1 or swa_cache.shape[3] != entry:
-        raise ValueError(f"Invalid shape of swa_cache: expected [S, R, 1, {entry}], got {list(swa_cache.shape)}")
-    states, ring = swa_cache.shape[:2]
+    width = values.shape[-1]
+    entry = width + width // SCALE_BLOCK
+    layers = list(values.shape[:-2])
+    if swa_cache.dim() != len(layers) + 4 or list(swa_cache.shape) != [*layers, *swa_cache.shape[-4:-2], 1, entry]:
+        expected = ", ".join([*map(str, layers), "S", "R", "1", str(entry)])
+        raise ValueError(f"Invalid shape of swa_cache: expected [{expected}], got {list(swa_cache.shape)}")
+    states, ring = swa_cache.shape[-4:-2]
     if ring < 1 or states * ring > INT32_LARGEST:
         raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
-    state_stride, slot_stride, _, byte_stride = swa_cache.stride()
-    if byte_stride != 1 or slot_stride < entry or (states > 1 and state_stride < ring * slot_stride):
-        raise ValueError(f"Invalid stride of swa_cache: entries of {entry} bytes overlap in {swa_cache.stride()}")
+    extent = 1  # bytes from an entry's first to behind its last, then of all entries along the dimensions of shorter strides
+    for stride, size in sorted(zip(swa_cache.stride(), swa_cache.shape, strict=True)):
+        if size > 1:
+            if stride < extent or (extent == 1 and stride != 1):
+                raise ValueError(
+                    f"Invalid stride of swa_cache: entries of {entry} bytes overlap in {swa_cache.stride()}"
+                )
+            extent += stride * (size - 1)
 
 
 def check_swa_ring_store(
@@ -226,7 +235,7 @@ def check_swa_ring_store(
 ) -> None:
     """Raise ValueError unless the arguments of swa_ring_store fit each other."""
     _expect_cache(swa_cache, values, "values")
-    _expect("write_slot", write_slot, INT64, (values.shape[0],), values.device)
+    _expect("write_slot", write_slot, INT64, (values.shape[-2],), values.device)
     if cast_back is not None:
         _expect("cast_back", cast_back, values.dtype, tuple(values.shape), values.device)
 
@@ -237,7 +246,7 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
     whole_number("window", window, 1)
     rows = load_plan.shape[0]
     _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
-    if out.shape[0] < rows * window:
+    if out.shape[-2] < whole_number("B * window", rows * window, 0):
         raise ValueError(
-            f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[0]}"
+            f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[-2]}"
         )

@@ -153,7 +153,7 @@ def bench_commit(size: int, replays: int) -> Iterator[Row]:
 
 
 def bench_prefill(size: int, replays: int) -> Iterator[Row]:
-    """Prefill metadata of 8,192 tokens in `size` sequences of random chunks, with and without the full index, beside its floor."""
+    """Prefill metadata of 8,192 tokens in `size` sequences of random chunks, with and without the full index, beside its floors."""
     from device_kernels import floor
 
     rng = np.random.default_rng(size)
@@ -163,16 +163,14 @@ def bench_prefill(size: int, replays: int) -> Iterator[Row]:
     for state_id, chunk in enumerate(np.diff([0, *cuts, tokens]).tolist()):
         svc.admit(state_id, q_start=int(rng.integers(0, 100_000)), seqlen_q=chunk)
     svc.set_prefill_batch(range(size))
-    plain, full = svc.prepare_prefill(), svc.prepare_prefill(full_index=True)
-    launches: dict[str, Launch] = {
-        "write-only": floor.bind_prefill_floor(**plain.operands),
-        "plain": plain.launch_prepare,
-        "full index": full.launch_prepare,
-    }
-    medians = graph_medians(launches, replays)
-    for variant in ("plain", "full index"):
+    for variant, metadata in (("plain", svc.prepare_prefill()), ("full index", svc.prepare_prefill(full_index=True))):
+        launches: dict[str, Launch] = {
+            "write-only": floor.bind_prefill_floor(**metadata.operands),
+            "prepare": metadata.launch_prepare,
+        }
+        medians = graph_medians(launches, replays)
         name = f"{size} sequences, {variant}"
-        yield row("prepare_v4_prefill_metadata", name, tokens, medians[variant], "write-only", medians["write-only"])
+        yield row("prepare_v4_prefill_metadata", name, tokens, medians["prepare"], "write-only", medians["write-only"])
 
 
 def bench_ring(size: int, replays: int) -> Iterator[Row]:
@@ -188,22 +186,31 @@ def bench_ring(size: int, replays: int) -> Iterator[Row]:
         plan[sequence, 0] = torch.tensor([sequence, 0, sequence * window, window])
     plan = plan.cuda()
     views = [cache.layer(layer) for layer in range(layers)]
+    all_layers = cache.layers(0, layers)
 
-    def store() -> None:
+    def store_each() -> None:
         for layer, view in enumerate(views):
             torch.ops.zos.swa_ring_store(values[layer], slots, view, None)
 
-    def load() -> None:
+    def load_each() -> None:
         for layer, view in enumerate(views):
             torch.ops.zos.swa_ring_load(view, plan, values[layer], window)
 
     moved = layers * size * (width * values.element_size() + entry)  # bytes read and written
     source = torch.empty(moved // 2, dtype=torch.uint8, device="cuda")
     target = torch.empty_like(source)
-    launches: dict[str, Launch] = {"copy": lambda: target.copy_(source), "swa_ring_store": store, "swa_ring_load": load}
+    launches: dict[str, Launch] = {
+        "copy": lambda: target.copy_(source),
+        "swa_ring_store, one launch": lambda: torch.ops.zos.swa_ring_store(values, slots, all_layers, None),
+        "swa_ring_store, a launch a layer": store_each,
+        "swa_ring_load, one launch": lambda: torch.ops.zos.swa_ring_load(all_layers, plan, values, window),
+        "swa_ring_load, a launch a layer": load_each,
+    }
     medians = graph_medians(launches, replays, nodes=3)
-    for name in ("swa_ring_store", "swa_ring_load"):
-        yield row(name, f"bf16, {layers} layers", size, medians[name], "device copy of as many bytes", medians["copy"])
+    for name in list(launches)[1:]:
+        bench, launch = name.split(", ")
+        variant = f"bf16, {layers} layers, {launch}"
+        yield row(bench, variant, size, medians[name], "device copy of as many bytes", medians["copy"])
 
 
 def bench_loop(size: int, replays: int) -> Iterator[Row]:
