@@ -8,7 +8,7 @@ from device_kernels.module import Kernel
 
 WARP = 32
 TOKENS_PER_WARP = 2  # as TOKENS in entry.cuh
-TOKENS_PER_BLOCK = 16
+TOKENS_PER_BLOCK = 8
 VECTOR_BYTES = 16
 
 CACHE_LAYOUT = "P4q2i"

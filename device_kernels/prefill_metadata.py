@@ -8,7 +8,7 @@ from typing import Any
 from device_kernels.metadata import LAYOUT, WARP, pack_parameters
 from device_kernels.module import Kernel
 
-ROWS_WALKED = 256  # at most by every warp
+ROWS_WALKED = 128  # at most by every warp
 ROW_THREADS = 1024  # at most: of the one block that scans the rows of a longer batch
 WARPS = 4  # of a block; no warp waits for another
 INDEX_PARTS = 8  # warps that share 32 places where the full index is wanted, as in prefill_metadata.cu

@@ -240,7 +240,7 @@ def test_a22_parameters_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> Non
     )
     kernel = Kernel("probe", "probe", "qifP")
     out = torch.zeros(3, dtype=torch.int64, device="cuda")
-    kernel.bind(out.device, 1, (1, 1), 2**33, 6, 2.0, out.data_ptr())()
+    kernel.bind(out.device, (1, 1), (1, 1), 2**33, 6, 2.0, out.data_ptr())()
     assert out.tolist() == [2**33, 6, 2000]
 
 
