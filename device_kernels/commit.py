@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 
 from device_kernels.module import Kernel, pointer
 
 THREADS = 64  # small blocks: a batch of 256 rows spreads over four multiprocessors
+MOST_THREADS = 1024  # of the one block that a step with a record or a refill gets, unless it has more rows
+WARP = 32
 
-_COMMIT = Kernel("commit", "commit", "7P" + "4i")
+_COMMIT = Kernel("commit", "commit", "13P" + "q" + "7i")
 KERNELS = (_COMMIT,)
 
 
-def commit(
+def bind_commit(
     records: torch.Tensor,
     token_ids: torch.Tensor | None,
     tickets: torch.Tensor,
@@ -22,15 +27,25 @@ def commit(
     counters: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
-) -> None:
-    """Launch the kernel on checked arguments; shapes and meaning are documented at `zos.ops`."""
+    batch: torch.Tensor | None = None,
+    batch_state: torch.Tensor | None = None,
+    ready: torch.Tensor | None = None,
+    results: torch.Tensor | None = None,
+    results_state: torch.Tensor | None = None,
+    kept_tokens: torch.Tensor | None = None,
+    prefill: bool = False,
+) -> Callable[[], None]:
+    """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them."""
     num_rows = tickets.shape[0]
-    if num_rows == 0:
-        return
-    _COMMIT.bind(
+    threads = THREADS
+    if results is not None or ready is not None:  # whoever ends last goes over all rows: best the only block
+        threads = min(MOST_THREADS, max(1, -(-num_rows // WARP)) * WARP)
+    elif num_rows == 0:
+        return lambda: None
+    return _COMMIT.bind(
         records.device,
-        (-(-num_rows // THREADS), 1),
-        (THREADS, 1),
+        (max(1, -(-num_rows // threads)), 1),
+        (threads, 1),
         records.data_ptr(),
         pointer(token_ids),
         tickets.data_ptr(),
@@ -38,8 +53,23 @@ def commit(
         pointer(finished),
         pointer(next_tokens),
         counters.data_ptr(),
+        pointer(batch),
+        pointer(batch_state),
+        pointer(ready),
+        pointer(results),
+        pointer(results_state),
+        pointer(kept_tokens),
+        0 if results is None else results.shape[1],
         records.shape[0],
         num_rows,
         tokens_per_step,
         max_prefill_tokens,
-    )()
+        0 if ready is None else ready.shape[0],
+        0 if results is None else results.shape[0],
+        prefill,
+    )
+
+
+def commit(**operands: Any) -> None:
+    """Launch the kernel once, on the arguments of `bind_commit`."""
+    bind_commit(**operands)()

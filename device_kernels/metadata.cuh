@@ -43,7 +43,7 @@ struct Params {
     int* num_tokens;                       // [1]
     long long* compression_write_slot;     // [num_compressions, compression_stride]
     long long* compression_index;          // [num_compressions, compression_stride]
-    int4* tickets;                         // [num_rows]: (state_id, generation, q_start, seqlen_q)
+    int4* tickets;                         // [num_rows]: (state_id, generation, q_start, seqlen_q), or (-1, reason, state_id or -1, 0)
     unsigned long long* counters;          // [4]: stale, duplicate, deferred, errors
     int* chunk_places;                     // [ceil(num_rows / rows_per_chunk)]: token places of each chunk of rows (decode)
     int4* swa_load_plan;                   // [num_rows, 3]: (src state_id, src ring slot, dst row, rows) (prefill)
@@ -194,7 +194,8 @@ __device__ __forceinline__ void write_row(const Params& p, const Row& r, int row
     p.seqlens_q[row] = length;
     p.seqlens_k[row] = r.live ? r.q_start + length : 0;
     p.cu_seqlens_q[row] = smaller(r.first_place, p.num_places);
-    p.tickets[row] = r.live ? int4{r.state_id, r.generation, r.q_start, length} : int4{-1, 0, 0, 0};
+    const int reason = r.error != NO_ERROR ? TICKET_ERROR : r.places > 0 ? TICKET_DEFERRED : TICKET_PADDING;
+    p.tickets[row] = r.live ? int4{r.state_id, r.generation, r.q_start, length} : int4{-1, reason, r.state_id, 0};
     if (r.error != NO_ERROR && r.known_error == NO_ERROR) {  // the first error of a state stays
         int* record = p.records + static_cast<long long>(r.state_id) * RECORD_INT4S * 4;
         record[RECORD_ERROR] = r.error;

@@ -29,6 +29,9 @@ enum ErrorCode {
     CHUNK_NOT_KEPT_WHOLE = 8,
 };
 
+// Why a ticket has no tokens: it is (-1, reason, state_id or -1, 0).
+enum NoTokens { TICKET_PADDING = 0, TICKET_ERROR = 1, TICKET_DEFERRED = 2 };
+
 ZOS_HD int smaller(int a, int b) { return a < b ? a : b; }
 ZOS_HD int larger(int a, int b) { return a > b ? a : b; }
 

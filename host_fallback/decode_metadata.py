@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from host_fallback.metadata import common_arguments, judge_row, pad_scalars, write_row, write_scalars
-from host_fallback.ring import ring_slot, window_begin
+from host_fallback.ring import NO_ERROR, TICKET_DEFERRED, TICKET_ERROR, TICKET_PADDING, ring_slot, window_begin
 
 
 @njit(cache=True, inline="always", error_model="numpy")
@@ -72,13 +72,14 @@ def _prepare(
     for row in range(num_rows):
         state_id = np.int64(state_ids[row])
         first_place = prefix if packed else row * tokens_per_step
-        places, live = judge_row(records, state_id, tokens_per_step, counters)
+        places, error = judge_row(records, state_id, tokens_per_step, counters)
+        live, reason = places > 0 and error == NO_ERROR, TICKET_PADDING if error == NO_ERROR else TICKET_ERROR
         if live and packed and first_place + places > num_places:
-            live = False
+            live, reason = False, TICKET_DEFERRED
             counters[2] += 1
         length = places if live else 0
         cu_seqlens_q[row] = min(first_place, num_places)
-        write_row(row, state_id, length, records, seqlens_q, seqlens_k, tickets)
+        write_row(row, state_id, length, reason, records, seqlens_q, seqlens_k, tickets)
         if live:
             record = records[state_id]
             q_start, valid_start = np.int64(record[2]), np.int64(record[4])

@@ -57,9 +57,9 @@ def common_arguments(operands: dict[str, Any]) -> tuple[Any, ...]:
 
 @njit(cache=True, inline="always", error_model="numpy")
 def judge_row(records, state_id, limit, counters):
-    """(places, live) of a row, as if it fits; records the first error of its state."""
+    """(token places, error) of a row; records the first error of its state."""
     if not 0 <= state_id < records.shape[0]:
-        return 0, False
+        return 0, NO_ERROR
     record = records[state_id]
     phase, seqlen_q, q_start, prompt_end, valid_start = record[0], record[1], record[2], record[3], record[4]
     places = np.int64(row_places(phase, seqlen_q, limit))
@@ -68,12 +68,12 @@ def judge_row(records, state_id, limit, counters):
         record[7] = error
         record[12] = row_error_value(error, seqlen_q, q_start, valid_start)
         counters[3] += 1
-    return places, places > 0 and error == NO_ERROR
+    return places, error
 
 
 @njit(cache=True, inline="always", error_model="numpy")
-def write_row(row, state_id, length, records, seqlens_q, seqlens_k, tickets):
-    """Write the outputs by row; length 0 is PAD."""
+def write_row(row, state_id, length, reason, records, seqlens_q, seqlens_k, tickets):
+    """Write the outputs by row; length 0 is PAD, `reason` then says why in the ticket."""
     seqlens_q[row] = length
     if length > 0:
         record = records[state_id]
@@ -81,7 +81,8 @@ def write_row(row, state_id, length, records, seqlens_q, seqlens_k, tickets):
         tickets[row, 0], tickets[row, 1], tickets[row, 2], tickets[row, 3] = state_id, record[6], record[2], length
     else:
         seqlens_k[row] = 0
-        tickets[row, 0], tickets[row, 1], tickets[row, 2], tickets[row, 3] = -1, 0, 0, 0
+        named = state_id if 0 <= state_id < records.shape[0] else -1
+        tickets[row, 0], tickets[row, 1], tickets[row, 2], tickets[row, 3] = -1, reason, named, 0
 
 
 @njit(cache=True, inline="always", error_model="numpy")

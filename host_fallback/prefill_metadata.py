@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from host_fallback.metadata import common_arguments, judge_row, pad_scalars, write_row, write_scalars
-from host_fallback.ring import history_padding, ring_slot
+from host_fallback.ring import NO_ERROR, TICKET_DEFERRED, TICKET_ERROR, TICKET_PADDING, history_padding, ring_slot
 
 _NO_FULL_INDEX = np.zeros((0, 0), np.int32)
 
@@ -75,14 +75,15 @@ def _prepare(
     live_tokens = 0
     for row in range(num_rows):
         state_id = np.int64(state_ids[row])
-        places, live = judge_row(records, state_id, limit, counters)
+        places, error = judge_row(records, state_id, limit, counters)
+        live, reason = places > 0 and error == NO_ERROR, TICKET_PADDING if error == NO_ERROR else TICKET_ERROR
         if live and prefix + places > num_places:
-            live = False
+            live, reason = False, TICKET_DEFERRED
             counters[2] += 1
         length = places if live else 0
         first_place = min(prefix, num_places)
         cu_seqlens_q[row] = first_place
-        write_row(row, state_id, length, records, seqlens_q, seqlens_k, tickets)
+        write_row(row, state_id, length, reason, records, seqlens_q, seqlens_k, tickets)
         last_token_index[row] = first_place + length - 1 if live else -1
         if live:
             record = records[state_id]

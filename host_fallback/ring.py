@@ -25,6 +25,10 @@ FREE, LIVE, FINISHED, ERROR, PAUSED = range(5)
     CHUNK_NOT_KEPT_WHOLE,
 ) = range(9)
 
+TICKET_PADDING, TICKET_ERROR, TICKET_DEFERRED = range(
+    3
+)  # why a ticket has no tokens: it is (-1, reason, state_id or -1, 0)
+
 
 @njit(cache=True, inline="always", error_model="numpy")
 def window_begin(position, window, valid_start):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import numpy as np
 import torch
 from numba import njit
@@ -9,13 +12,17 @@ from numba import njit
 from host_fallback.ring import ERROR, FREE, LIVE, NO_ERROR, PAUSED, next_seqlen_q
 
 EDIT_WORDS = 16
-ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START = range(1, 8)  # 0: no edit
+ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START, APPEND_READY = range(1, 9)  # 0: no edit
+SET_BATCH, SET_APPENDED = range(2)  # kinds of batch edits
+NUM_EDITS, NUM_BATCHES, HEADER_WORDS = 0, 1, 16  # words of a buffer
+VERSION, REFUSED, TAKEN, APPENDED = range(4)
 
 _NO_TOKENS = np.zeros((0, 0), np.int64)
+_NO_READY = np.zeros((0, 0, 2), np.int32)
 
 
 @njit(cache=True, error_model="numpy")
-def _apply_edit(record, tokens, edit, words, tokens_per_step, max_prefill_tokens):
+def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill_tokens):
     """Apply one edit to its state's record and, where it sets them, to the tokens of its next step."""
     kind, value = edit[1], edit[2]
     if kind == ADMIT:
@@ -47,44 +54,89 @@ def _apply_edit(record, tokens, edit, words, tokens_per_step, max_prefill_tokens
         record[1] = value
     elif kind == SET_VALID_START:
         record[4] = value
+    elif kind == APPEND_READY:
+        place = edit[3]
+        if 0 <= value < ready.shape[0] and 0 <= place < ready.shape[1]:
+            ready[value, place, 0], ready[value, place, 1] = edit[0], record[6]
 
 
 @njit(cache=True, error_model="numpy")
-def _apply(records, token_ids, batches, edits, words, num_edits, num_batches, tokens_per_step, max_prefill_tokens):
+def _apply_batch_edit(batches, batch_states, edit, buffer):
+    """Set a batch, where its version is the expected one, or the number of entries appended to its ready queue."""
+    row = np.int64(edit[0])
+    if not 0 <= row < batches.shape[0]:
+        return
+    state = batch_states[row]
+    if edit[1] == SET_APPENDED:
+        state[APPENDED] = (np.int64(edit[3]) << 32) | (np.int64(edit[2]) & 0xFFFFFFFF)
+        return
+    at, count, expected = np.int64(edit[2]), np.int64(edit[3]), edit[4]
+    if edit[1] != SET_BATCH or at < 0 or not 0 <= count <= batches.shape[1] or at + count > buffer.shape[0]:
+        return
+    if expected >= 0 and expected != np.int32(state[VERSION]):
+        state[REFUSED] += 1
+        return
+    state[VERSION] += 1
+    batches[row, :count] = buffer[at : at + count]
+
+
+@njit(cache=True, error_model="numpy")
+def _apply(
+    records,
+    token_ids,
+    batches,
+    edits,
+    batch_states,
+    ready,
+    applied,
+    applied_on_host,
+    tokens_per_step,
+    max_prefill_tokens,
+):
+    buffer = edits[applied[0] % edits.shape[0]]
+    words = buffer.view(np.int64)
+    rows = buffer[HEADER_WORDS:]
     nobody = np.zeros(0, np.int64)
-    for i in range(num_edits):
-        edit = edits[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
+    for i in range(buffer[NUM_EDITS]):
+        edit = rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
         if not 0 <= edit[0] < records.shape[0]:
             continue  # skipped, as everything that would read or write outside
         tokens = token_ids[edit[0]] if token_ids.size > 0 else nobody
-        _apply_edit(records[edit[0]], tokens, edit, words, tokens_per_step, max_prefill_tokens)
-    for i in range(num_edits, num_edits + num_batches):
-        edit = edits[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
-        row, at, count = np.int64(edit[0]), np.int64(edit[2]), np.int64(edit[3])
-        if 0 <= row < batches.shape[0] and at >= 0 and 0 <= count <= batches.shape[1] and at + count <= edits.shape[0]:
-            batches[row, :count] = edits[at : at + count]
+        _apply_edit(records[edit[0]], tokens, edit, words, ready, tokens_per_step, max_prefill_tokens)
+    for i in range(buffer[NUM_EDITS], buffer[NUM_EDITS] + buffer[NUM_BATCHES]):
+        _apply_batch_edit(batches, batch_states, rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS], buffer)
+    applied[0] += 1
+    applied_on_host[0] = applied[0]
 
 
-def apply_table_edits(
+def bind_apply_table_edits(
     records: torch.Tensor,
     token_ids: torch.Tensor | None,
     batches: torch.Tensor,
     edits: torch.Tensor,
-    num_edits: int,
-    num_batches: int,
+    batch_states: torch.Tensor,
+    ready: torch.Tensor | None,
+    applied: torch.Tensor,
+    applied_on_host: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
-) -> None:
-    """Apply the edits on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
-    words = edits.numpy()
-    _apply(
+) -> Callable[[], None]:
+    """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result applies the next buffer."""
+    arguments = (
         records.numpy(),
         _NO_TOKENS if token_ids is None else token_ids.numpy(),
         batches.numpy(),
-        words,
-        words.view(np.int64),
-        num_edits,
-        num_batches,
+        edits.numpy(),
+        batch_states.numpy(),
+        _NO_READY if ready is None else ready.numpy(),
+        applied.numpy(),
+        applied_on_host.numpy(),
         tokens_per_step,
         max_prefill_tokens,
     )
+    return lambda: _apply(*arguments)
+
+
+def apply_table_edits(**operands: Any) -> None:
+    """Apply once, on the arguments of `bind_apply_table_edits`."""
+    bind_apply_table_edits(**operands)()

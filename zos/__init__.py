@@ -1,13 +1,23 @@
 """zos: the sequence-metadata service of an LLM decode engine with zero-overhead scheduling."""
 
+from zos.allocator import StateSlotAllocator
 from zos.bounded_replay import ReplayPlan, plan_bounded_replay
 from zos.cache import SwaCache
 from zos.entry import EntryFormat
-from zos.errors import DeviceStateError, EditsDuringCaptureError, KernelNotReadyError, MetadataReplacedError
+from zos.errors import (
+    DeviceStateError,
+    EditsDuringCaptureError,
+    KernelNotReadyError,
+    MailboxFullError,
+    MailboxOverrunError,
+    MetadataReplacedError,
+)
 from zos.geometry import CompressionRing, RingGeometry
 from zos.layout import CompressionState, StateSlotLayout
 from zos.loop import DecodeLoop, StepResult
+from zos.mailbox import Mailbox, StepRecord
 from zos.metadata import DecodeMetadata, PrefillMetadata
+from zos.requests import Request, RequestState
 from zos.service import MetadataService
 from zos.table import ErrorCode, Phase, SequenceTable
 
@@ -23,14 +33,21 @@ __all__ = [
     "EntryFormat",
     "ErrorCode",
     "KernelNotReadyError",
+    "Mailbox",
+    "MailboxFullError",
+    "MailboxOverrunError",
     "MetadataReplacedError",
     "MetadataService",
     "Phase",
     "PrefillMetadata",
     "ReplayPlan",
+    "Request",
+    "RequestState",
     "RingGeometry",
     "SequenceTable",
+    "StateSlotAllocator",
     "StateSlotLayout",
+    "StepRecord",
     "StepResult",
     "SwaCache",
     "plan_bounded_replay",

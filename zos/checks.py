@@ -9,11 +9,15 @@ import torch
 from device_kernels.decode_metadata import chunk_count
 from device_kernels.entry import DTYPE_NAMES
 from device_kernels.metadata import MAX_COMPRESSIONS
+from host_fallback.mailbox import MAIL_HEADER_WORDS, record_words
 from zos.arguments import INT32_LARGEST, whole_number
 from zos.entry import EntryFormat
 from zos.table import RECORD_WORDS
 
 EDIT_WORDS = 16
+BUFFER_HEADER_WORDS = 16
+LEAST_BUFFER_WORDS = BUFFER_HEADER_WORDS + 16 * EDIT_WORDS  # a launch reads so much before it knows how much there is
+BATCH_STATE_WORDS = 8
 SCALE_BLOCK = EntryFormat.mxfp8().scale_block  # values that share a scale byte
 INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
 
@@ -50,6 +54,10 @@ _ALIGNMENT = {
     "kv_swa_full_index_pivots": 16,
     "swa_load_plan": 16,
     "load_plan": 16,
+    "edits": 16,
+    "ready": 8,
+    "results": 8,
+    "mailbox": 8,
 }
 
 
@@ -158,6 +166,13 @@ def check_commit(
     counters: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
+    batch: torch.Tensor | None = None,
+    batch_state: torch.Tensor | None = None,
+    ready: torch.Tensor | None = None,
+    results: torch.Tensor | None = None,
+    results_state: torch.Tensor | None = None,
+    kept_tokens: torch.Tensor | None = None,
+    prefill: bool = False,
 ) -> None:
     """Raise ValueError unless the arguments of commit fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
@@ -172,6 +187,45 @@ def check_commit(
         if token_ids is None:
             raise ValueError("next_tokens given, but the table carries no tokens (carry_tokens=False)")
     _expect("counters", counters, INT64, (4,), device)
+    if kept_tokens is not None:
+        _expect("kept_tokens", kept_tokens, INT64, (rows, tokens_per_step), device)
+    if ready is None and results is None:
+        return
+    if batch_state is None:
+        raise ValueError("ready or results given without the batch_state of the slot")
+    _expect("batch_state", batch_state, INT64, (BATCH_STATE_WORDS,), device)
+    if batch is not None:
+        _expect("batch", batch, INT32, (rows,), device)
+    if ready is not None:
+        if batch is None:
+            raise ValueError("ready given without the batch that it refills")
+        whole_number("entries of ready", ready.numel() // 2, 1)
+        _expect("ready", ready, INT32, (ready.numel() // 2, 2), device)
+    if results is not None:
+        if results_state is None:
+            raise ValueError("results given without results_state")
+        _expect_results(results, results_state)
+        least = record_words(rows, 0 if kept_tokens is None else tokens_per_step)
+        if results.device != device or results.shape[1] < least:
+            raise ValueError(
+                f"Invalid shape of results: expected [M, {least} or more] on {device}, got {list(results.shape)}"
+            )
+
+
+def _expect_results(results: torch.Tensor, results_state: torch.Tensor) -> None:
+    if results.dim() != 2 or results.shape[0] < 1 or results.shape[1] % 2:
+        raise ValueError(
+            f"Invalid shape of results: expected [M, words], words a multiple of 2, got {list(results.shape)}"
+        )
+    _expect("results", results, INT32, tuple(results.shape), results.device)
+    _expect("results_state", results_state, INT64, (2,), results.device)
+
+
+def check_publish_results(results: torch.Tensor, results_state: torch.Tensor, mailbox: torch.Tensor) -> None:
+    """Raise ValueError unless the arguments of publish_results fit each other."""
+    _expect_results(results, results_state)
+    records, words = results.shape
+    _expect("mailbox", mailbox, INT32, (records, MAIL_HEADER_WORDS + words), results.device)
 
 
 def check_apply_table_edits(
@@ -179,22 +233,33 @@ def check_apply_table_edits(
     token_ids: torch.Tensor | None,
     batches: torch.Tensor,
     edits: torch.Tensor,
-    num_edits: int,
-    num_batches: int,
+    batch_states: torch.Tensor,
+    ready: torch.Tensor | None,
+    applied: torch.Tensor,
+    applied_on_host: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
 ) -> None:
     """Raise ValueError unless the arguments of apply_table_edits fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
     whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+    device = records.device
     if batches.dim() != 2:
         raise ValueError(f"Invalid shape of batches: expected [batch rows, max_batch], got {list(batches.shape)}")
-    _expect("batches", batches, INT32, tuple(batches.shape), records.device)
-    _expect("edits", edits, INT32, (edits.numel(),), records.device)
-    if edits.data_ptr() % 8 or edits.numel() % 2:
-        raise ValueError("edits must be a whole number of int64 at an address that is a multiple of 8")
-    if num_edits < 0 or num_batches < 0 or (num_edits + num_batches) * EDIT_WORDS > edits.numel():
-        raise ValueError(f"edits holds {edits.numel()} words, too few for {num_edits} + {num_batches} edits")
+    _expect("batches", batches, INT32, tuple(batches.shape), device)
+    if edits.dim() != 2 or edits.shape[0] < 1 or edits.shape[1] < LEAST_BUFFER_WORDS or edits.shape[1] % 4:
+        raise ValueError(
+            f"Invalid shape of edits: expected [buffers, words], words a multiple of 4 and {LEAST_BUFFER_WORDS} or more, "
+            f"got {list(edits.shape)}"
+        )
+    _expect("edits", edits, INT32, tuple(edits.shape), device)
+    _expect("batch_states", batch_states, INT64, (batches.shape[0], BATCH_STATE_WORDS), device)
+    if ready is not None:
+        entries = ready.shape[1] if ready.dim() == 3 else 0
+        whole_number("entries of ready", entries, 1)
+        _expect("ready", ready, INT32, (batches.shape[0], entries, 2), device)
+    _expect("applied", applied, INT64, (1,), device)
+    _expect("applied_on_host", applied_on_host, INT64, (1,), device)
 
 
 def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> None:
@@ -220,7 +285,9 @@ def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> N
     states, ring = swa_cache.shape[-4:-2]
     if ring < 1 or states * ring > INT32_LARGEST:
         raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
-    extent = 1  # bytes from an entry's first to behind its last, then of all entries along the dimensions of shorter strides
+    extent = (
+        1  # bytes from an entry's first to behind its last, then of all entries along the dimensions of shorter strides
+    )
     for stride, size in sorted(zip(swa_cache.stride(), swa_cache.shape, strict=True)):
         if size > 1:
             if stride < extent or (extent == 1 and stride != 1):

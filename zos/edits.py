@@ -1,8 +1,10 @@
-"""Staged edits: host calls pack small records, a flush applies all of them in one launch on the current stream."""
+"""Staged edits: host calls pack small records into mapped memory, and one launch applies all that a flush packed."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import struct
+import time
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -10,13 +12,22 @@ import numpy as np
 import torch
 
 import zos.ops
-from zos.checks import EDIT_WORDS
+from zos.checks import BATCH_STATE_WORDS, BUFFER_HEADER_WORDS, EDIT_WORDS
 from zos.mapped import shared_zeros
 from zos.table import SequenceTable
 
 EDITS_PER_BUFFER = 1024
-NUM_BUFFERS = 4  # flushes that may be under way before the next one waits
-INT64_WORDS = 2
+NUM_BUFFERS = 16  # flushes that may be under way before the next one waits
+POLL_S = 50e-6  # between looks at how many flushes are applied, in a flush that waits
+ERROR_CHECK_S = 1.0  # a flush that waits asks the device for errors so often
+WORD_BYTES = 4
+ANY_VERSION = -1
+
+_ROW = struct.Struct(f"{EDIT_WORDS}i")
+_HEADER = struct.Struct("2i")
+_NOTHING = (0,) * EDIT_WORDS
+
+Batches = dict[int, tuple[np.ndarray, int]]  # batch row -> (ids, version that they replace)
 
 
 class Edit(IntEnum):
@@ -29,15 +40,14 @@ class Edit(IntEnum):
     RESUME = 5
     SET_SEQLEN_Q = 6
     SET_VALID_START = 7
+    APPEND_READY = 8
 
 
-@dataclass
-class _Buffer:
-    """One pinned buffer; it may be written again once `applied` has passed."""
+class BatchEdit(IntEnum):
+    """What a batch edit does."""
 
-    words: np.ndarray  # int32, the host's view
-    operand: torch.Tensor  # the same bytes as the operator takes them
-    applied: torch.cuda.Event | None = None
+    SET_BATCH = 0
+    SET_APPENDED = 1
 
 
 class _StagedEdit(NamedTuple):
@@ -46,7 +56,11 @@ class _StagedEdit(NamedTuple):
 
 
 class StagedEdits:
-    """Edits waiting for the next flush, and the pinned buffers that carry them.
+    """Edits waiting for the next flush, and the buffers in mapped pinned memory that carry them.
+
+    Flush n goes into buffer n % NUM_BUFFERS, and the launch that applies it takes the buffer after that of the launch before it. So
+    a launch captured in a graph applies what was packed for it and nothing that is packed later. A buffer is written again only
+    after the kernel has said, in mapped memory, that the launch which read it is over: no CUDA call, no wait in between.
 
     Parameters
     ----------
@@ -58,89 +72,144 @@ class StagedEdits:
         Tokens of a decode step, the width of `table.token_ids`.
     max_prefill_tokens : int
         Chunk length that a chunk_q of 0 stands for.
+
+    Attributes
+    ----------
+    batch_states : torch.Tensor
+        int64 [batch rows, 8]: version, refused edits, ready entries taken, appended, and workspace of commit.
+    ready : torch.Tensor
+        int32 [batch rows, K, 2]: ready queues of (state_id, generation); entry n stands at n % K.
     """
 
     def __init__(
         self, table: SequenceTable, batches: torch.Tensor, tokens_per_step: int, max_prefill_tokens: int
     ) -> None:
-        self._table = table
-        self._batches = batches
-        self._tokens_per_step = tokens_per_step
-        self._max_prefill_tokens = max_prefill_tokens
         self._device = table.records.device
+        self._tokens_per_step = tokens_per_step
         self._edits: list[_StagedEdit] = []  # in call order
-        self._staged_batches: dict[int, np.ndarray] = {}  # batch row -> ids; the last one staged wins
-        edit_words = EDIT_WORDS + INT64_WORDS * tokens_per_step
-        words = EDITS_PER_BUFFER * edit_words + batches.shape[0] * (EDIT_WORDS + batches.shape[1])
-        words += words % INT64_WORDS
-        self._buffers = []
-        for _ in range(NUM_BUFFERS):
-            host, operand = shared_zeros(words, torch.int32, self._device)
-            self._buffers.append(_Buffer(host.numpy(), operand))
-        self._next = 0
+        self._staged_batches: Batches = {}  # batch row -> (ids, version); the last staged wins
+        self._appended: dict[int, int] = {}  # batch row -> entries appended to its ready queue, staged ones included
+        rows, width = batches.shape
+        self.batch_states = torch.zeros(rows, BATCH_STATE_WORDS, dtype=torch.int64, device=self._device)
+        self.ready = torch.zeros(rows, 2 * table.capacity, 2, dtype=torch.int32, device=self._device)
+        words = BUFFER_HEADER_WORDS + EDITS_PER_BUFFER * (EDIT_WORDS + 2 * tokens_per_step)
+        words += rows * (2 * EDIT_WORDS + width)
+        words += -words % 4  # every buffer begins at a multiple of 16 bytes
+        host, buffers = shared_zeros(NUM_BUFFERS * words, torch.int32, self._device)
+        self._buffers = [memoryview(buffer.numpy()).cast("B") for buffer in host.view(NUM_BUFFERS, words)]
+        self._packed = 0  # flushes packed so far
+        self._applied, applied_on_host = shared_zeros(1, torch.int64, self._device)
+        self._applied_count = self._applied.numpy()
+        self._memory = host
+        self.launch: Callable[[], None] = zos.ops.bind_apply_table_edits(
+            records=table.records,
+            token_ids=table.token_ids,
+            batches=batches,
+            edits=buffers.view(NUM_BUFFERS, words),
+            batch_states=self.batch_states,
+            ready=self.ready,
+            applied=torch.zeros(1, dtype=torch.int64, device=self._device),
+            applied_on_host=applied_on_host,
+            tokens_per_step=tokens_per_step,
+            max_prefill_tokens=max_prefill_tokens,
+        )
 
     def __bool__(self) -> bool:
         return bool(self._edits or self._staged_batches)
+
+    @property
+    def fits(self) -> bool:
+        """Whether one buffer holds everything staged."""
+        return len(self._edits) <= EDITS_PER_BUFFER
+
+    def sets_batch(self, batch_row: int) -> bool:
+        """Whether a batch is staged for a batch row."""
+        return batch_row in self._staged_batches
 
     def stage(self, state_id: int, kind: Edit, *values: int, tokens: list[int] | None = None) -> None:
         """Stage one record edit; edits of one flush apply in call order."""
         self._edits.append(_StagedEdit((state_id, int(kind), *values), tokens))
 
-    def stage_batch(self, batch_row: int, state_ids: np.ndarray) -> None:
-        """Stage the ids of a batch (int32 [B]); of several for one batch row the last one counts."""
-        self._staged_batches[batch_row] = state_ids
+    def stage_batch(self, batch_row: int, state_ids: np.ndarray, version: int = ANY_VERSION) -> None:
+        """Stage the ids of a batch (int32 [B]); of several for one batch row the last one counts.
 
-    def flush(self) -> None:
-        """Launch everything staged on the current stream: one launch, more only past EDITS_PER_BUFFER edits.
-
-        What a failing launch did not apply stays staged.
+        With a `version` the device refuses them unless the batch has it: unless it is the one that the host knows.
         """
-        while self:
-            part = self._edits[:EDITS_PER_BUFFER]
-            last = len(part) == len(self._edits)
-            # The kernel gives a state's edits to one thread, so they stand together; a stable sort keeps their order.
-            self._launch(sorted(part, key=lambda edit: edit.words[0]), self._staged_batches if last else {})
-            del self._edits[: len(part)]
-            if last:
-                self._staged_batches = {}
+        self._staged_batches[batch_row] = state_ids, version
 
-    def _launch(self, edits: list[_StagedEdit], batches: dict[int, np.ndarray]) -> None:
-        buffer = self._free_buffer()
-        words = buffer.words
-        rows = words[: (len(edits) + len(batches)) * EDIT_WORDS].reshape(-1, EDIT_WORDS)
-        payload = rows.size  # word at which the next payload begins; token ids first, so that they stay 8-byte aligned
-        for row, edit in zip(rows, edits, strict=False):
-            row[: len(edit.words)] = edit.words
-            if edit.words[1] == Edit.ADMIT:
-                row[len(edit.words)] = payload if edit.tokens else -1
-            if edit.tokens:
-                ids = words[payload : payload + INT64_WORDS * self._tokens_per_step].view(np.int64)
-                ids[:] = 0
-                ids[: len(edit.tokens)] = edit.tokens
-                payload += INT64_WORDS * self._tokens_per_step
-        for row, (batch_row, state_ids) in zip(rows[len(edits) :], batches.items(), strict=True):
-            row[:4] = (batch_row, 0, payload, len(state_ids))
-            words[payload : payload + len(state_ids)] = state_ids
+    def stage_ready(self, batch_row: int, state_id: int) -> None:
+        """Stage an entry of a batch's ready queue: the state with the generation that it has then."""
+        number = self._appended.get(batch_row, 0)
+        self.stage(state_id, Edit.APPEND_READY, batch_row, number % self.ready.shape[1])
+        self._appended[batch_row] = number + 1
+
+    def unpack(self, packed: tuple[list[_StagedEdit], Batches]) -> None:
+        """Stage again what `pack` returned, since the launch for it did not happen."""
+        edits, batches = packed
+        self._packed -= 1
+        self._edits[:0] = edits
+        self._staged_batches = {**batches, **self._staged_batches}
+
+    def pack(self) -> tuple[list[_StagedEdit], Batches]:
+        """Write the next buffer for exactly one launch after this, and return what it holds; nothing staged, nothing in it."""
+        self._wait_for_buffer()
+        edits = self._edits[:EDITS_PER_BUFFER]
+        self._edits = self._edits[EDITS_PER_BUFFER:]
+        batches: Batches = {}
+        if not self._edits:
+            batches, self._staged_batches = self._staged_batches, {}
+        buffer = self._buffers[self._packed % NUM_BUFFERS]
+        appended = self._appended_by(edits)
+        num_batches = len(batches) + len(appended)
+        _HEADER.pack_into(buffer, 0, len(edits), num_batches)
+        at = BUFFER_HEADER_WORDS * WORD_BYTES
+        # Token ids come first behind the rows: so they stay at multiples of 8 bytes.
+        payload = BUFFER_HEADER_WORDS + (len(edits) + num_batches) * EDIT_WORDS
+        # The kernel gives a state's edits to one thread, so they stand together; a stable sort keeps their order.
+        for words, tokens in sorted(edits, key=lambda edit: edit.words[0]) if len(edits) > 1 else edits:
+            row = words
+            if words[1] == Edit.ADMIT:
+                row = (*words, payload if tokens else -1)
+            if tokens:
+                padded = tokens + [0] * (self._tokens_per_step - len(tokens))
+                struct.pack_into(f"{len(padded)}q", buffer, payload * WORD_BYTES, *padded)
+                payload += 2 * self._tokens_per_step
+            _ROW.pack_into(buffer, at, *row, *_NOTHING[len(row) :])
+            at += EDIT_WORDS * WORD_BYTES
+        for batch_row, count in appended.items():
+            low, high = struct.unpack("2i", struct.pack("q", count))
+            _ROW.pack_into(buffer, at, batch_row, BatchEdit.SET_APPENDED, low, high, *_NOTHING[4:])
+            at += EDIT_WORDS * WORD_BYTES
+        for batch_row, (state_ids, version) in batches.items():
+            row = (batch_row, BatchEdit.SET_BATCH, payload, len(state_ids), version)
+            _ROW.pack_into(buffer, at, *row, *_NOTHING[5:])
+            at += EDIT_WORDS * WORD_BYTES
+            buffer[payload * WORD_BYTES : (payload + len(state_ids)) * WORD_BYTES] = memoryview(state_ids).cast("B")
             payload += len(state_ids)
-        zos.ops.call(
-            "apply_table_edits",
-            self._table.records,
-            self._table.token_ids,
-            self._batches,
-            buffer.operand,
-            len(edits),
-            len(batches),
-            self._tokens_per_step,
-            self._max_prefill_tokens,
-        )
-        if self._device.type == "cuda":
-            buffer.applied = buffer.applied or torch.cuda.Event()
-            buffer.applied.record(torch.cuda.current_stream(self._device))
+        self._packed += 1
+        return edits, batches
 
-    def _free_buffer(self) -> _Buffer:
-        """Return the next buffer of the pool; waits until the launch that last read it is over."""
-        buffer = self._buffers[self._next]
-        self._next = (self._next + 1) % NUM_BUFFERS
-        if buffer.applied is not None:
-            buffer.applied.synchronize()  # a pinned buffer is never written while a launch may still read it
-        return buffer
+    def launch_nothing(self) -> None:
+        """Launch the kernel on an empty buffer; what is staged stays staged."""
+        self._wait_for_buffer()
+        _HEADER.pack_into(self._buffers[self._packed % NUM_BUFFERS], 0, 0, 0)
+        self._packed += 1
+        self.launch()
+
+    def _appended_by(self, edits: list[_StagedEdit]) -> dict[int, int]:
+        """Entries in each ready queue once `edits` are applied, for the queues that they append to."""
+        appended: dict[int, int] = {}
+        later = [edit.words[2] for edit in self._edits if edit.words[1] == Edit.APPEND_READY]
+        for words, _ in edits:
+            if words[1] == Edit.APPEND_READY:
+                appended[words[2]] = self._appended[words[2]] - later.count(words[2])
+        return appended
+
+    def _wait_for_buffer(self) -> None:
+        """Wait until the launch that last read the next buffer is over: it is never written while a launch may still read it."""
+        begin = time.perf_counter()
+        while self._packed - self._applied_count[0] >= NUM_BUFFERS:
+            time.sleep(POLL_S)
+            if time.perf_counter() - begin > ERROR_CHECK_S:
+                torch.cuda.current_stream(self._device).query()  # raises if the device has failed
+                begin = time.perf_counter()

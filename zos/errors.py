@@ -5,7 +5,14 @@ from __future__ import annotations
 from device_kernels.module import KernelNotReadyError
 from zos.table import Fault
 
-__all__ = ["DeviceStateError", "EditsDuringCaptureError", "KernelNotReadyError", "MetadataReplacedError"]
+__all__ = [
+    "DeviceStateError",
+    "EditsDuringCaptureError",
+    "KernelNotReadyError",
+    "MailboxFullError",
+    "MailboxOverrunError",
+    "MetadataReplacedError",
+]
 
 
 class DeviceStateError(RuntimeError):
@@ -23,3 +30,11 @@ class EditsDuringCaptureError(RuntimeError):
 
 class MetadataReplacedError(ValueError):
     """The metadata's slot was since prepared with another batch size, so its tickets are gone."""
+
+
+class MailboxFullError(RuntimeError):
+    """A step would run further ahead of the mailbox's reader than the mailbox has records; nothing was launched."""
+
+
+class MailboxOverrunError(RuntimeError):
+    """Records of a mailbox were overwritten before they were read."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from zos.arguments import whole_number
+from zos.errors import MailboxFullError
+from zos.mailbox import StepRecord
 from zos.metadata import DecodeMetadata
+from zos.requests import RequestScheduler
 from zos.service import MetadataService
 
 WARMUP_RUNS = 2  # eager runs of a step before it is captured: lazy initialisation must not fall into the capture
+DEFAULT_RECORDS = 64
 
 
 class StepResult(NamedTuple):
@@ -21,6 +27,7 @@ class StepResult(NamedTuple):
     num_kept: torch.Tensor  # int32 [B]: tokens kept, the bonus token included; 0 for no result
     finished: torch.Tensor | None = None  # bool [B]: sequences that end here
     next_tokens: torch.Tensor | None = None  # int64 [B, tokens per step]: input ids of the next step
+    kept_tokens: torch.Tensor | None = None  # int64 [B, tokens per step]: ids of the tokens kept, for the step's record
 
 
 Step = Callable[[DecodeMetadata], "torch.Tensor | tuple[torch.Tensor, ...] | StepResult"]
@@ -28,11 +35,12 @@ Step = Callable[[DecodeMetadata], "torch.Tensor | tuple[torch.Tensor, ...] | Ste
 
 @dataclass
 class _Captured:
-    """A captured step, and what its kernels write to: kept alive as long as the graph."""
+    """A captured run of steps, and what its kernels write to: kept alive as long as the graphs."""
 
-    graph: torch.cuda.CUDAGraph
+    plain: torch.cuda.CUDAGraph
+    draining: torch.cuda.CUDAGraph  # the same steps, with the staged edits applied before the first
     metadata: DecodeMetadata
-    result: StepResult
+    results: list[StepResult]
 
 
 def default_buckets(max_batch: int) -> tuple[int, ...]:
@@ -41,8 +49,10 @@ def default_buckets(max_batch: int) -> tuple[int, ...]:
     return tuple(sorted(size for size in sizes if size <= max_batch))
 
 
-class DecodeLoop:
+class DecodeLoop(RequestScheduler):
     """Runs decode steps: on a CUDA device as graph replays, on the CPU eagerly, with the same calls and the same bytes.
+
+    Batches are set by the caller (`set_batch`), or by the loop from requests (`submit`, then `run` and `poll`).
 
     Parameters
     ----------
@@ -55,6 +65,13 @@ class DecodeLoop:
         Batch sizes to capture. Default: 1, 2, 4, 8, then multiples of 8 up to max_batch.
     slot : int
         Metadata slot of the service that belongs to this loop.
+    steps_per_replay : int
+        Steps of a graph, one after the other; the host can act between replays only.
+    records : int
+        Records of the mailbox that the loop attaches, unless the slot has one: how far steps may run ahead of the reader.
+        0: no mailbox.
+    kept_tokens : bool
+        Whether records have room for the ids of the tokens kept.
 
     Examples
     --------
@@ -65,27 +82,40 @@ class DecodeLoop:
     >>> loop.run(steps=2)
     >>> int(svc.table.q_start[3])
     1012
+    >>> [record.kept.tolist() for record in loop.poll()]
+    [[6], [6]]
     """
 
     def __init__(
-        self, service: MetadataService, step: Step, *, buckets: Sequence[int] | None = None, slot: int = 0
+        self,
+        service: MetadataService,
+        step: Step,
+        *,
+        buckets: Sequence[int] | None = None,
+        slot: int = 0,
+        steps_per_replay: int = 1,
+        records: int = DEFAULT_RECORDS,
+        kept_tokens: bool = False,
     ) -> None:
         if not callable(step):
             raise ValueError(f"step={step!r} is not callable")
-        self._service = service
-        self._step = step
-        self._slot = slot
         self._batches_set = service.batches_set(slot)  # raises IndexError for a slot that is none
         largest = service.max_batch
         sizes = default_buckets(largest) if buckets is None else buckets
         self.buckets = tuple(sorted({whole_number("buckets", size, 1, largest) for size in sizes}))
         if not self.buckets:
             raise ValueError("buckets is empty")
-        self._graphs: dict[tuple[int, int], _Captured] = {}
+        self.steps_per_replay = whole_number("steps_per_replay", steps_per_replay, 1)
+        if whole_number("records", records, 0) and service.mailbox(slot) is None:
+            whole_number("records", records, 2 * steps_per_replay)
+            service.attach_mailbox(slot, records, kept_tokens)
+        super().__init__(service, slot, self.buckets[-1])
+        self._step = step
+        self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory pool that all graphs share
         self._rows: list[int] = []  # state ids of the batch, in row order
         self._shape: tuple[int, int] | None = None  # (B, T) of the batch
-        self._rotation = 0  # rows to move to the end after each step: those that are served for certain
+        self._rotation = 0  # rows to move to the end after each replay: those that are served for certain
         self._rotation_due = False
 
     @property
@@ -97,13 +127,13 @@ class DecodeLoop:
     @property
     def captured(self) -> tuple[tuple[int, int], ...]:
         """(batch, token places) of every graph captured so far."""
-        return tuple(self._graphs)
+        return tuple((batch, tokens) for batch, tokens, _ in self._graphs)
 
     def set_batch(self, state_ids: Iterable[int], max_tokens: int | None = None) -> None:
         """Stage the batch of the next steps, padded to the smallest bucket that fits.
 
         With a token budget (`max_tokens`, packed layout) that may not fit all rows, the rows served for certain move to the end of
-        the batch before the next step, so that a deferred row gets its turn; a batch set again keeps the order that its states
+        the batch before the next replay, so that a deferred row gets its turn; a batch set again keeps the order that its states
         have by then. `metadata.state_ids` says which state a row is.
 
         Raises
@@ -139,6 +169,12 @@ class DecodeLoop:
         self._batches_set = self._service.batches_set(self._slot)
         self._rows, self._shape = ids, (batch, tokens)
 
+    def _stage_rows(self, state_ids: list[int]) -> None:
+        self.set_batch(state_ids)
+
+    def _shrinks(self, live: int, rows: int) -> bool:
+        return self.bucket(live) < self.bucket(rows)
+
     def _rotated(self) -> list[int]:
         return self._rows[self._rotation :] + self._rows[: self._rotation]
 
@@ -149,52 +185,119 @@ class DecodeLoop:
                 return size
         raise ValueError(f"state_ids has {rows} rows, more than the largest bucket {self.buckets[-1]}")
 
-    def run(self, steps: int = 1) -> None:
-        """Run `steps` steps of the current batch; staged edits take effect before the first.
+    def run(self, steps: int | None = None) -> None:
+        """Run steps of the current batch; staged edits take effect before the first.
+
+        Parameters
+        ----------
+        steps : int, optional
+            A multiple of steps_per_replay. Default: one replay.
 
         Raises
         ------
         ValueError
-            No batch was set, or another caller set the slot's batch since: its rows would not be this loop's.
+            No batch was set, another caller set the slot's batch since (its rows would not be this loop's), or `steps` is no
+            multiple of steps_per_replay.
+        MailboxFullError
+            The steps would run further ahead of the reader than the mailbox has records; those before them are launched. A
+            mailbox that nobody has read yet has no reader to be ahead of.
         """
-        batch, tokens = self._batch_shape()
-        if self._batches_set != self._service.batches_set(self._slot):
-            raise ValueError(f"the batch of slot {self._slot} was set by another caller since loop.set_batch")
-        for _ in range(whole_number("steps", steps, 0)):
+        each = self.steps_per_replay
+        steps = each if steps is None else whole_number("steps", steps, 0)
+        if steps % each:
+            raise ValueError(f"steps={steps} is no multiple of steps_per_replay={each}")
+        for _ in range(steps // each):
+            if self.pending:
+                self._schedule()
+            batch, tokens = self._batch_shape()
+            if self._batches_set != self._service.batches_set(self._slot):
+                raise ValueError(f"the batch of slot {self._slot} was set by another caller since loop.set_batch")
+            self._check_room()
             if self._rotation_due:
                 self._stage(self._rotated(), batch, tokens)
             if self._service.device.type == "cuda":
-                self._replay(batch, tokens)
+                captured = self._captured(batch, tokens)
+                self._service.replay(captured.plain.replay, captured.draining.replay, self._slot, each)
+                captured.metadata.origin.prepared_batch = batch
             else:
-                metadata = self._service.prepare(self._slot)
-                self._service.commit(metadata, *_as_result(self._step(metadata)))
+                for _ in range(each):
+                    metadata = self._service.prepare(self._slot)
+                    self._service.commit(metadata, *_as_result(self._step(metadata)))
             self._rotation_due = self._rotation > 0
 
+    def poll(self) -> list[StepRecord]:
+        """Return the records of the steps that have ended since the last call, in order; no CUDA call.
+
+        Raises
+        ------
+        ValueError
+            The loop has no mailbox.
+        MailboxOverrunError
+            Records were overwritten before they were read.
+        """
+        self._take(self._service.poll(self._slot))
+        return self._delivered()
+
+    def wait(self, step: int, timeout_s: float = 10.0) -> list[StepRecord]:
+        """Return the records that are there once step number `step` has ended; it spins, with a time-out.
+
+        Raises
+        ------
+        ValueError
+            The loop has no mailbox, or has not launched that step.
+        TimeoutError
+            The step did not end in time.
+        """
+        self._take(self._service.wait(step, self._slot, timeout_s))
+        return self._delivered()
+
+    def drain(self, timeout_s: float = 10.0) -> list[StepRecord]:
+        """Return the records of every step launched so far, once they have all ended; as `wait` for the last one."""
+        self._take(self._service.drain(self._slot, timeout_s))
+        return self._delivered()
+
+    @property
+    def steps_launched(self) -> int:
+        """Number of the last step launched."""
+        return self._service.slot_steps_launched(self._slot)
+
     def capture(self, batch_sizes: Iterable[int] | None = None, max_tokens: int | None = None) -> None:
-        """Capture the graphs of these buckets (default: all) for a token budget ahead of their first use; no-op on the CPU."""
-        for rows in self.buckets if batch_sizes is None else batch_sizes:
-            batch = self.bucket(rows)
-            tokens = self._budget(batch, max_tokens)
-            if self._service.device.type == "cuda":
-                self._captured(batch, tokens)
+        """Capture the graphs of these buckets (default: all) for a token budget ahead of their first use; no-op on the CPU.
+
+        On a terminal, where tqdm is installed, a bar shows how far it is and what memory the graphs take.
+        """
+        sizes = [self.bucket(rows) for rows in (self.buckets if batch_sizes is None else batch_sizes)]
+        if self._service.device.type != "cuda":
+            for batch in sizes:
+                self._budget(batch, max_tokens)
+            return
+        for batch in _with_progress(sizes, self._service.device):
+            self._captured(batch, self._budget(batch, max_tokens))
 
     def _batch_shape(self) -> tuple[int, int]:
         if self._shape is None:
             raise ValueError("the loop has no batch: call set_batch first")
         return self._shape
 
-    def _replay(self, batch: int, tokens: int) -> None:
-        captured = self._captured(batch, tokens)
-        self._service.flush()
-        captured.graph.replay()
-        self._service.launched(1)
-        captured.metadata.origin.prepared_batch = batch
+    def _check_room(self) -> None:
+        mailbox = self._service.mailbox(self._slot)
+        if mailbox is None or not mailbox.has_reader:
+            return
+        if self.steps_launched + self.steps_per_replay - (mailbox.next_step - 1) > mailbox.records:
+            self._take(self._service.poll(self._slot))
+        ahead = self.steps_launched + self.steps_per_replay - (mailbox.next_step - 1)
+        if ahead > mailbox.records:
+            raise MailboxFullError(
+                f"{self.steps_per_replay} step(s) more would be {ahead} ahead of the reader, but the mailbox of slot {self._slot} "
+                f"has {mailbox.records} records: poll first"
+            )
 
     def _captured(self, batch: int, tokens: int) -> _Captured:
-        captured = self._graphs.get((batch, tokens))
+        refills = self._service.has_ready_queue(self._slot)
+        captured = self._graphs.get((batch, tokens, refills))
         if captured is None:
             with torch.cuda.device(self._service.device):
-                captured = self._graphs[batch, tokens] = self._capture(batch, tokens)
+                captured = self._graphs[batch, tokens, refills] = self._capture(batch, tokens)
         return captured
 
     def _capture(self, batch: int, tokens: int) -> _Captured:
@@ -206,21 +309,35 @@ class DecodeLoop:
         try:
             with torch.cuda.stream(side):
                 for _ in range(WARMUP_RUNS):
-                    self._run_body(metadata)
+                    self._run_body(metadata, None)
         finally:  # also when step raises: the private buffers are freed, and nothing may still write to them
             current.wait_stream(side)
             current.synchronize()
 
         metadata = service.slot_metadata(self._slot, batch, tokens)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=side):  # the default one may be another device's
-            result = self._run_body(metadata)
-        self._pool = graph.pool()
-        return _Captured(graph, metadata, result)
+        branch = torch.cuda.Stream() if service.mailbox(self._slot) is not None else None
+        graphs, results = [], []
+        for drains in (False, True):
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool, stream=side):  # the default one may be another device's
+                if drains:
+                    service.drain_edits()
+                results += [self._run_body(metadata, branch) for _ in range(self.steps_per_replay)]
+            self._pool = graph.pool()
+            graphs.append(graph)
+        return _Captured(*graphs, metadata, results)
 
-    def _run_body(self, metadata: DecodeMetadata) -> StepResult:
+    def _run_body(self, metadata: DecodeMetadata, branch: torch.cuda.Stream | None) -> StepResult:
+        """Launch a step; on `branch`, beside its body, the publication of the records of the steps before it."""
+        main = torch.cuda.current_stream()
+        if branch is not None:
+            branch.wait_stream(main)
+            with torch.cuda.stream(branch):
+                self._service.publish(self._slot)
         self._service.launch_prepare(metadata)
         result = _as_result(self._step(metadata))
+        if branch is not None:
+            main.wait_stream(branch)  # commit must not write a record while one is copied
         self._service.commit(metadata, *result)
         return result
 
@@ -231,3 +348,17 @@ def _as_result(returned: torch.Tensor | tuple[torch.Tensor, ...] | StepResult) -
     if isinstance(returned, tuple) and 1 <= len(returned) <= len(StepResult._fields):
         return StepResult(*returned)
     raise TypeError(f"step returned {type(returned).__name__}: expected num_kept or (num_kept, finished, next_tokens)")
+
+
+def _with_progress(sizes: list[int], device: torch.device) -> Iterator[int]:
+    """Yield the sizes; on a terminal behind a bar that shows the memory taken since the first."""
+    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
+        yield from sizes
+        return
+    from tqdm import tqdm
+
+    free, _ = torch.cuda.mem_get_info(device)
+    with tqdm(sizes, unit="graph", desc="capture") as bar:
+        for size in bar:
+            yield size
+            bar.set_postfix_str(f"{(free - torch.cuda.mem_get_info(device)[0]) / 2**20:.0f} MiB")

@@ -47,7 +47,8 @@ class StepMetadata:
     num_tokens: torch.Tensor  # int32 [1]: live tokens
     compression_write_slot: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: state_id * C + position % C [-1]
     compression_index: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: entry that the token completes, or -1 [-1]
-    tickets: torch.Tensor  # int32 [B, 4]: (state_id, generation, q_start, seqlen_q) [-1, 0, 0, 0]; commit reads these
+    # int32 [B, 4]: (state_id, generation, q_start, seqlen_q), what commit reads [-1, 0 padding / 1 error / 2 deferred, state_id, 0]
+    tickets: torch.Tensor
     origin: SlotOrigin
     operands: Mapping[str, Any]  # arguments of the prepare operator by name
     launch_prepare: Callable[[], None]  # the operator, bound to them: no check, no packing per step

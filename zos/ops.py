@@ -21,10 +21,16 @@ swa_ring_load
     B * window rows are written, window. Several layers in one launch: swa_cache [L, S, R, 1, D + D / 32] and out [L, rows, D].
 commit
     records, token_ids, tickets, num_kept int32 [B], finished bool [B] or None, next_tokens int64 [B, Q] or None, counters,
-    tokens_per_step, max_prefill_tokens.
+    tokens_per_step, max_prefill_tokens. With a ready queue or a mailbox also batch int32 [B] and batch_state int64 [8] (version,
+    refused edits, ready entries taken, appended, workspace): of the slot's batch; ready int32 [K, 2] (state_id, generation), entry n
+    at n % K; results int32 [M, words], record n at n % M (device_kernels/results.cuh); results_state int64 [2] (records committed,
+    published); kept_tokens int64 [B, Q]; prefill: whether the tickets are a prefill's.
+publish_results
+    results, results_state, mailbox int32 [M, 8 + words]: (head, tail, checksum, payload words, -, -), then the payload.
 apply_table_edits
-    records, token_ids, batches int32 [batch rows, max_batch], edits int32 [words] (see `zos.edits`), num_edits, num_batches,
-    tokens_per_step, max_prefill_tokens.
+    records, token_ids, batches int32 [batch rows, max_batch], edits int32 [buffers, words] (see `zos.edits`), batch_states int64
+    [batch rows, 8], ready int32 [batch rows, K, 2] or None, applied int64 [1]: launches so far, whose remainder by the number of
+    buffers is the one to apply, applied_on_host int64 [1]: the same for the host; tokens_per_step, max_prefill_tokens.
 """
 
 from __future__ import annotations
@@ -36,12 +42,14 @@ import torch
 
 import device_kernels.commit
 import device_kernels.decode_metadata
+import device_kernels.mailbox
 import device_kernels.prefill_metadata
 import device_kernels.ring_load
 import device_kernels.ring_store
 import device_kernels.table_edits
 import host_fallback.commit
 import host_fallback.decode_metadata
+import host_fallback.mailbox
 import host_fallback.prefill_metadata
 import host_fallback.ring_load
 import host_fallback.ring_store
@@ -53,6 +61,7 @@ KERNELS = (
     *device_kernels.prefill_metadata.KERNELS,
     *device_kernels.commit.KERNELS,
     *device_kernels.table_edits.KERNELS,
+    *device_kernels.mailbox.KERNELS,
     *device_kernels.ring_store.KERNELS,
     *device_kernels.ring_load.KERNELS,
 )
@@ -66,7 +75,8 @@ def _bind(stem: str, name: str, operands: dict[str, Any]) -> Callable[[], None]:
     For arguments whose addresses stay, as a metadata slot's do: a launch then costs neither checks nor packing.
     """
     getattr(checks, f"check_{name}")(**operands)
-    package = device_kernels if operands["records"].device.type == "cuda" else host_fallback
+    anywhere = operands["records" if "records" in operands else "results"]
+    package = device_kernels if anywhere.device.type == "cuda" else host_fallback
     launch: Callable[[], None] = getattr(getattr(package, stem), f"bind_{name}")(**operands)
     return launch
 
@@ -79,6 +89,16 @@ def bind_prepare_v4_decode_metadata(**operands: Any) -> Callable[[], None]:
 def bind_prepare_v4_prefill_metadata(**operands: Any) -> Callable[[], None]:
     """Check the arguments of prepare_v4_prefill_metadata once and bind the operator to them."""
     return _bind("prefill_metadata", "prepare_v4_prefill_metadata", operands)
+
+
+def bind_apply_table_edits(**operands: Any) -> Callable[[], None]:
+    """Check the arguments of apply_table_edits once and bind the operator to them."""
+    return _bind("table_edits", "apply_table_edits", operands)
+
+
+def bind_publish_results(**operands: Any) -> Callable[[], None]:
+    """Check the arguments of publish_results once and bind the operator to them."""
+    return _bind("mailbox", "publish_results", operands)
 
 
 _IMPLEMENTATIONS: dict[tuple[str, str], Callable[..., None]] = {}  # (operator, type of device)
@@ -138,17 +158,26 @@ _define(
 )
 _define(
     "commit(Tensor(a!) records, Tensor(b!)? token_ids, Tensor tickets, Tensor num_kept, Tensor? finished, "
-    "Tensor? next_tokens, Tensor(c!) counters, int tokens_per_step, int max_prefill_tokens) -> ()",
+    "Tensor? next_tokens, Tensor(c!) counters, int tokens_per_step, int max_prefill_tokens, Tensor(d!)? batch=None, "
+    "Tensor(e!)? batch_state=None, Tensor? ready=None, Tensor(f!)? results=None, Tensor(g!)? results_state=None, "
+    "Tensor? kept_tokens=None, bool prefill=False) -> ()",
     checks.check_commit,
     host_fallback.commit.commit,
     device_kernels.commit.commit,
 )
 _define(
     "apply_table_edits(Tensor(a!) records, Tensor(b!)? token_ids, Tensor(c!) batches, Tensor edits, "
-    "int num_edits, int num_batches, int tokens_per_step, int max_prefill_tokens) -> ()",
+    "Tensor(d!) batch_states, Tensor(e!)? ready, Tensor(f!) applied, Tensor(g!) applied_on_host, int tokens_per_step, "
+    "int max_prefill_tokens) -> ()",
     checks.check_apply_table_edits,
     host_fallback.table_edits.apply_table_edits,
     device_kernels.table_edits.apply_table_edits,
+)
+_define(
+    "publish_results(Tensor results, Tensor(a!) results_state, Tensor(b!) mailbox) -> ()",
+    checks.check_publish_results,
+    host_fallback.mailbox.publish_results,
+    device_kernels.mailbox.publish_results,
 )
 _define(
     "swa_ring_store(Tensor values, Tensor write_slot, Tensor(a!) swa_cache, Tensor(b!)? cast_back=None) -> ()",

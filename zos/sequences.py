@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from zos.arguments import whole_number
 from zos.bounded_replay import plan_bounded_replay
+from zos.bounds import SequenceBounds
 from zos.edits import Edit, StagedEdits
 from zos.geometry import RingGeometry
 from zos.table import SequenceTable
@@ -24,15 +26,23 @@ class SequenceEdits:
         Tokens per step.
     max_prefill_tokens : int
         Tokens of a prefill step.
+    bounds : SequenceBounds
+        What the host knows of each sequence's length.
     """
 
     def __init__(
-        self, table: SequenceTable, edits: StagedEdits, geometry: RingGeometry, max_prefill_tokens: int
+        self,
+        table: SequenceTable,
+        edits: StagedEdits,
+        geometry: RingGeometry,
+        max_prefill_tokens: int,
+        bounds: SequenceBounds,
     ) -> None:
         self.table = table
         self.geometry = geometry
         self.max_prefill_tokens = max_prefill_tokens
         self._edits = edits
+        self._bounds = bounds
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
 
     def admit(
@@ -84,6 +94,42 @@ class SequenceEdits:
         state_id = self._state_id(state_id)
         if state_id in self._stop_at:
             raise ValueError(f"state_id={state_id} is in use: release it first")
+        words, ids = self._admission(
+            state_id, q_start, seqlen_q, swa_valid_start, stop_at, prompt_end, chunk_q, decode_q, kv_cached_end, tokens,
+            prefix_hit,
+        )  # fmt: skip
+        self._stop_at[state_id] = stop_at
+        self._bounds.admit(state_id, words[1], stop_at)
+        self._edits.stage(state_id, Edit.ADMIT, *words, tokens=ids)
+
+    def check_admission(self, **columns: Any) -> None:
+        """Raise ValueError where `admit` of a free state with these arguments would."""
+        defaults = {"q_start": 0, "seqlen_q": None, "swa_valid_start": 0, "stop_at": 0, "prompt_end": 0, "chunk_q": 0}
+        defaults |= {"decode_q": 0, "kv_cached_end": 0, "tokens": None, "prefix_hit": None}
+        unknown = columns.keys() - defaults
+        if unknown:
+            raise ValueError(f"{', '.join(sorted(unknown))} is no argument of admit")
+        self._admission("to come", **{**defaults, **columns})
+
+    def generation(self, state_id: int) -> int:
+        """Generation that a state has once everything staged is applied, as far as the host knows."""
+        return self._bounds.generation(self._state_id(state_id))
+
+    def _admission(
+        self,
+        state_id: int | str,
+        q_start: int,
+        seqlen_q: int | None,
+        swa_valid_start: int,
+        stop_at: int,
+        prompt_end: int,
+        chunk_q: int,
+        decode_q: int,
+        kv_cached_end: int,
+        tokens: Sequence[int] | None,
+        prefix_hit: int | None,
+    ) -> tuple[tuple[int, ...], list[int] | None]:
+        """Words of an ADMIT edit, and its token ids; raises ValueError where a value breaks a rule."""
         step, limit = self.geometry.tokens_per_step, self.max_prefill_tokens
         if prefix_hit is not None:
             for name, value in (
@@ -115,12 +161,8 @@ class SequenceEdits:
             raise ValueError(
                 f"seqlen_q={seqlen_q} from q_start={q_start} reaches past prompt_end={prompt_end} of state_id {state_id}"
             )
-        ids = self._token_ids(tokens)
-        self._stop_at[state_id] = stop_at
-        self._edits.stage(
-            state_id, Edit.ADMIT, seqlen_q, q_start, prompt_end, swa_valid_start, kv_cached_end, stop_at, chunk_q, decode_q,
-            tokens=ids,
-        )  # fmt: skip
+        words = (seqlen_q, q_start, prompt_end, swa_valid_start, kv_cached_end, stop_at, chunk_q, decode_q)
+        return words, self._token_ids(tokens)
 
     def set_seqlen_q(self, state_id: int, seqlen_q: int) -> None:
         """Set the tokens wanted in the state's next step (0 … max_prefill_tokens or tokens per step); never revives it."""
@@ -150,11 +192,13 @@ class SequenceEdits:
         state_id = self._state_in_use(state_id)
         prompt_end = whole_number("prompt_end", prompt_end, 0)
         _check_stop(state_id, self._stop_at[state_id], 0, prompt_end)
+        self._bounds.reset(state_id)
         self._edits.stage(state_id, Edit.RESET, prompt_end)
 
     def release(self, state_id: int) -> None:
         """Give the state back: -> FREE; results still outstanding are dropped."""
         state_id = self._state_in_use(state_id)
+        self._bounds.release(state_id)
         self._edits.stage(state_id, Edit.RELEASE)
         del self._stop_at[state_id]
 
@@ -192,7 +236,7 @@ class SequenceEdits:
         return ids
 
 
-def _check_stop(state_id: int, stop_at: int, q_start: int, prompt_end: int) -> None:
+def _check_stop(state_id: int | str, stop_at: int, q_start: int, prompt_end: int) -> None:
     if 0 < stop_at <= q_start:
         raise ValueError(f"stop_at={stop_at} must exceed q_start={q_start} of state_id {state_id}")
     if 0 < stop_at < prompt_end:

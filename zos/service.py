@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-import numpy as np
 import torch
 
 import zos.ops
 from zos.arguments import whole_number
+from zos.batches import BatchEdits
 from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
 from zos.devices import resolve_device
 from zos.edits import StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
+from zos.mailbox import StepRecord
 from zos.mapped import shared_zeros
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
-from zos.sequences import SequenceEdits
 from zos.streams import StreamOrder
 from zos.table import SequenceTable
 
@@ -26,19 +25,7 @@ TOKEN_LAYOUTS = ("packed", "strided")
 COUNTERS = ("stale", "duplicate", "deferred", "errors")
 
 
-@dataclass
-class _Slot:
-    """One metadata slot: its buffers, and the shapes of the batches last set."""
-
-    buffers: DecodeBuffers
-    batch: int | None = None  # B
-    tokens: int = 0  # T
-    prefill_buffers: PrefillBuffers | None = None  # made with the first prefill batch
-    prefill_batch: int = 0  # B
-    batches_set: int = 0  # how often a batch was set: tells a loop whether the batch is still its own
-
-
-class MetadataService(SequenceEdits):
+class MetadataService(BatchEdits):
     """Sequence metadata that lives on the device: records in, attention metadata out, with no host round trip.
 
     Host calls only stage edits; `prepare` and `flush` apply them in one launch on the current stream, in call order. Everything
@@ -94,14 +81,13 @@ class MetadataService(SequenceEdits):
         geometry = geometry or RingGeometry()
         step = geometry.tokens_per_step
         self.capacity = whole_number("capacity", capacity, 1)
-        self.max_batch = whole_number("max_batch", max_batch, 1)
+        whole_number("max_batch", max_batch, 1)
         self.metadata_slots = whole_number("metadata_slots", metadata_slots, 1)
         max_prefill_tokens = whole_number("max_prefill_tokens", max_prefill_tokens, 1)
         whole_number("capacity * ring", self.capacity * geometry.ring, 1)
-        whole_number("max_batch * (window + tokens_per_step)", self.max_batch * (geometry.window + step), 1)
+        whole_number("max_batch * (window + tokens_per_step)", max_batch * (geometry.window + step), 1)
         if token_layout not in TOKEN_LAYOUTS:
             raise ValueError(f"token_layout={token_layout!r} is none of {', '.join(TOKEN_LAYOUTS)}")
-        self.token_layout = token_layout
         self.compression = compression_rings(compression_ratios, step)
         self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
@@ -109,74 +95,15 @@ class MetadataService(SequenceEdits):
         table = SequenceTable(self.capacity, step, carry_tokens, self.device)
         # int32 [2 * slots + 1, max_batch]: state ids by row, of each slot's decode batch, then of each slot's prefill batch; the
         # last is all padding, for warm-ups
-        shape = (2 * self.metadata_slots + 1, self.max_batch)
+        shape = (2 * self.metadata_slots + 1, max_batch)
         self._batches = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         edits = StagedEdits(table, self._batches, step, max_prefill_tokens)
-        super().__init__(table, edits, geometry, max_prefill_tokens)
         self._counters_host, self.operator_counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
-        self._slots = [_Slot(self._new_buffers(slot, self.max_batch)) for slot in range(self.metadata_slots)]
+        super().__init__(table, edits, geometry, max_prefill_tokens, max_batch, token_layout, self.metadata_slots)
         self._order = StreamOrder(self.device)
         self._order.keep_until_launched(self, self._edits, self._counters_host)
 
-    # ---- batches and steps ------------------------------------------------------------------------------------------------
-
-    def set_batch(
-        self, state_ids: Iterable[int], batch: int | None = None, max_tokens: int | None = None, slot: int = 0
-    ) -> None:
-        """Set the rows of a slot's decode batch.
-
-        Parameters
-        ----------
-        state_ids : iterable of int
-            The state of each row, -1 for a padding row; no state twice.
-        batch : int, optional
-            B: rows that the batch is padded to with -1. Default: max_batch.
-        max_tokens : int, optional
-            Token budget T of a packed batch, tokens per step … B * tokens per step; rows that do not fit whole wait. Default: all.
-        slot : int
-            Metadata slot.
-
-        Raises
-        ------
-        ValueError, IndexError
-            Too many rows, a duplicate, an id or the budget out of range; nothing is staged.
-        """
-        state = self._slot(slot)
-        rows = self.max_batch if batch is None else whole_number("batch", batch, 0, self.max_batch)
-        step = self.geometry.tokens_per_step
-        tokens = rows * step
-        if max_tokens is not None:
-            if self.token_layout == "strided":
-                raise ValueError(f"max_tokens={max_tokens} given, but token_layout='strided' has no token budget")
-            tokens = whole_number("max_tokens", max_tokens, min(step, tokens), tokens)
-        self._edits.stage_batch(slot, _padded(self._checked_ids(state_ids), rows))
-        state.batch, state.tokens = rows, tokens
-        state.batches_set += 1
-
-    def set_prefill_batch(self, state_ids: Iterable[int], batch: int | None = None, slot: int = 0) -> None:
-        """Set the rows of a slot's prefill batch, in which a row may have up to max_prefill_tokens tokens.
-
-        Parameters
-        ----------
-        state_ids : iterable of int
-            The state of each row, -1 for a padding row; no state twice. Decode rows may stand among them.
-        batch : int, optional
-            B: rows that the batch is padded to with -1. Default: as many as state_ids has.
-        slot : int
-            Metadata slot.
-
-        Raises
-        ------
-        ValueError, IndexError
-            As set_batch.
-        """
-        state, ids = self._slot(slot), self._checked_ids(state_ids)
-        rows = whole_number("batch", len(ids) if batch is None else batch, 0, self.max_batch)
-        padded = _padded(ids, rows)
-        if state.prefill_buffers is None:
-            state.prefill_buffers = self._new_prefill_buffers(slot, self.metadata_slots + slot)
-        self._edits.stage_batch(self.metadata_slots + slot, padded)
-        state.prefill_batch = rows
+    # ---- steps ----------------------------------------------------------------------------------------------------------------
 
     @torch.compiler.disable
     def prepare(self, slot: int = 0) -> DecodeMetadata:
@@ -251,11 +178,13 @@ class MetadataService(SequenceEdits):
         num_kept: torch.Tensor,
         finished: torch.Tensor | None = None,
         next_tokens: torch.Tensor | None = None,
+        kept_tokens: torch.Tensor | None = None,
     ) -> None:
         """Move the prepared sequences on by the tokens that were kept; the only thing that moves a sequence, one launch.
 
         Rows are taken from the metadata's tickets, so a result counts once, however often and in whatever order it arrives. May
-        be captured.
+        be captured. With a mailbox the step leaves a record, with a ready queue the batch rows of finished sequences are refilled;
+        outside a capture the record is published at once.
 
         Parameters
         ----------
@@ -268,6 +197,8 @@ class MetadataService(SequenceEdits):
             bool [B]: sequences that end here.
         next_tokens : torch.Tensor, optional
             int64 [B, tokens per step]: input ids of each row's next step, with carry_tokens.
+        kept_tokens : torch.Tensor, optional
+            int64 [B, tokens per step]: ids of the tokens kept, for the record of a mailbox that has room for them.
 
         Raises
         ------
@@ -281,10 +212,19 @@ class MetadataService(SequenceEdits):
         if metadata.origin.table is not self.table:
             raise ValueError("metadata was prepared by another MetadataService")
         prepared = metadata.origin.prepared_batch
-        if prepared is not None and prepared != metadata.batch and not self._order.capturing():
+        capturing = self._order.capturing()
+        if prepared is not None and prepared != metadata.batch and not capturing:
             raise MetadataReplacedError(
                 f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
             )
+        slot = None if metadata.slot < 0 else self._slots[metadata.slot]
+        mailbox = None if slot is None else slot.mailbox
+        prefill = isinstance(metadata, PrefillMetadata)
+        refills = slot is not None and slot.has_queue and not prefill
+        leaves_more = refills or mailbox is not None
+        batch_row = metadata.slot + self.metadata_slots * prefill
+        if kept_tokens is not None and slot is not None and (mailbox is None or not mailbox.kept_tokens):
+            raise ValueError(f"kept_tokens given, but the mailbox of slot {metadata.slot} has no room for them")
         self._order.join()
         zos.ops.call(
             "commit",
@@ -297,7 +237,19 @@ class MetadataService(SequenceEdits):
             self.operator_counters,
             self.geometry.tokens_per_step,
             self.max_prefill_tokens,
+            metadata.state_ids if leaves_more else None,
+            self._edits.batch_states[batch_row] if leaves_more else None,
+            self._edits.ready[metadata.slot] if refills else None,
+            None if mailbox is None else mailbox.results,
+            None if mailbox is None else mailbox.results_state,
+            None if kept_tokens is None else _as_tensor("kept_tokens", kept_tokens),
+            prefill,
         )
+        if not capturing:
+            if slot is not None:
+                self._count_launched(metadata.slot, 1, prefill)
+            if mailbox is not None:
+                mailbox.publish()
         self._order.mark()
 
     def flush(self) -> None:
@@ -314,21 +266,91 @@ class MetadataService(SequenceEdits):
             raise EditsDuringCaptureError("edits are staged, and a capture would replay them: flush before capturing")
         self._order.join()
         if self._edits:
-            self._edits.flush()
+            while self._edits:
+                self._flush_with(self._edits.launch)
             self._order.mark()
 
-    def launched(self, steps: int) -> None:
-        """Say that a graph with `steps` captured steps was replayed on the current stream, so that ordering counts it.
+    def replay(self, plain: Callable[[], None], draining: Callable[[], None], slot: int, steps: int) -> None:
+        """Launch one of two graphs of `steps` steps: `plain`, or, where edits are staged, `draining`, which begins with `drain`."""
+        self._order.join()
+        if not self._edits:
+            plain()
+        else:
+            while not self._edits.fits:
+                self._flush_with(self._edits.launch)
+            self._flush_with(draining)
+        self.launched(steps, slot)
+
+    def drain_edits(self) -> None:
+        """Launch what applies the next packed buffer: the head of a `draining` graph of `replay`, nothing else."""
+        self._edits.launch()
+
+    def _flush_with(self, launch: Callable[[], None]) -> None:
+        """Pack what is staged, as far as one launch applies it, and launch it."""
+        packed = self._edits.pack()
+        try:
+            launch()
+        except BaseException:
+            self._edits.unpack(packed)
+            raise
+        for batch_row in packed[1]:
+            self._batch_launched(batch_row)
+
+    def publish(self, slot: int = 0) -> None:
+        """Publish the records of the steps that have run, in one launch on the current stream; may be captured.
+
+        In a graph of your own, launch it on a branch beside the step's body, so that it ends before the step's commit.
+        """
+        self._attached(slot).publish()
+
+    def wait(self, step: int, slot: int = 0, timeout_s: float = 10.0) -> list[StepRecord]:
+        """Publish on the current stream, and return the records that come until that of `step` is among them, in order.
+
+        Raises
+        ------
+        ValueError
+            The slot has no mailbox, or fewer steps are launched.
+        TimeoutError
+            It did not come in time.
+        """
+        mailbox, records = self._attached(slot), list[StepRecord]()
+        launched = self._bounds.launched_steps(slot)
+        if step > launched:
+            raise ValueError(f"step={step} is not launched: slot {slot} has launched {launched}")
+        if mailbox.next_step <= step:
+            self._order.join()
+            mailbox.publish()
+            self._order.mark()
+            try:
+                mailbox.wait(step, timeout_s, records)
+            finally:
+                for record in records:
+                    self._read(slot, record)
+        return records
+
+    def drain(self, slot: int = 0, timeout_s: float = 10.0) -> list[StepRecord]:
+        """Return the records of every step launched so far that were not read yet; as `wait` for the last one."""
+        return self.wait(self._bounds.launched_steps(slot), slot, timeout_s)
+
+    def launched(self, steps: int, slot: int = 0) -> None:
+        """Say that a graph with `steps` captured decode steps of a slot was replayed on the current stream: order and bounds count them.
 
         What such a graph prepared the host does not know: until a slot's next eager prepare, `commit` cannot tell metadata that
         another batch size has replaced.
         """
-        self.steps_launched += whole_number("steps", steps, 0)
+        steps, _ = whole_number("steps", steps, 0), self._slot(slot)
+        self.steps_launched += steps
         for state in self._slots:  # the graph may have prepared any batch size
             for buffers in (state.buffers, state.prefill_buffers):
                 if buffers is not None:
                     buffers.origin.prepared_batch = None
+        if steps:
+            self._count_launched(slot, steps, prefill=False)
         self._order.mark()
+
+    def _count_launched(self, slot: int, steps: int, prefill: bool) -> None:
+        tokens = self.max_prefill_tokens if prefill else self.geometry.tokens_per_step
+        self._bounds.launched(slot, steps, tokens, prefill)
 
     def _count_step(self) -> None:
         self.steps_launched += 1
@@ -346,11 +368,9 @@ class MetadataService(SequenceEdits):
                 kernel.load(self.device.index)
         metadata = self.private_metadata(1, self.geometry.tokens_per_step)
         self.launch_prepare(metadata)
-        self.launch_prepare(self._new_prefill_buffers(-1, -1).view(1, full_index=True))
+        self.launch_prepare(self._new_prefill_buffers(-1).view(1, full_index=True))
         self.commit(metadata, torch.zeros(1, dtype=torch.int32, device=self.device))
-        edits = StagedEdits(self.table, self._batches, self.geometry.tokens_per_step, self.max_prefill_tokens)
-        edits.stage_batch(2 * self.metadata_slots, np.full(1, -1, np.int32))  # the padding batch: what it holds already
-        edits.flush()
+        self._edits.launch_nothing()
         self._order.mark()
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()  # before the padding's buffers are freed
@@ -358,10 +378,6 @@ class MetadataService(SequenceEdits):
     def private_metadata(self, batch: int, tokens: int) -> DecodeMetadata:
         """All-padding metadata on buffers of its own, for warm-ups that must not touch a slot's."""
         return self._new_buffers(-1, batch).view(batch, tokens)
-
-    def batches_set(self, slot: int) -> int:
-        """How often a batch was set for a slot."""
-        return self._slot(slot).batches_set
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         """Refuse to be copied or pickled: a service owns device memory, and operators are bound to its addresses."""
@@ -397,23 +413,12 @@ class MetadataService(SequenceEdits):
             slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, packed
         )
 
-    def _new_prefill_buffers(self, slot: int, batch_row: int) -> PrefillBuffers:
-        state_ids, most = self._batches[batch_row], self.max_prefill_tokens
+    def _new_prefill_buffers(self, slot: int) -> PrefillBuffers:
+        row = self.metadata_slots + slot if slot >= 0 else -1
         return PrefillBuffers(
-            slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, most
-        )
-
-    def _slot(self, slot: int) -> _Slot:
-        if not 0 <= whole_number("slot", slot, -1) < self.metadata_slots:
-            raise IndexError(f"slot={slot} is outside 0 … {self.metadata_slots - 1}")
-        return self._slots[slot]
-
-
-def _padded(ids: list[int], rows: int) -> np.ndarray:
-    """Ids padded with -1 to int32 [rows]."""
-    if len(ids) > rows:
-        raise ValueError(f"state_ids has {len(ids)} rows, more than batch={rows}")
-    return np.array(ids + [-1] * (rows - len(ids)), np.int32)
+            slot, self._batches[row], self.table, self.operator_counters, self.geometry, self.compression,
+            self.max_prefill_tokens,
+        )  # fmt: skip
 
 
 def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -98,6 +98,7 @@ class Oracle(OracleTable):
             first = before
             before += taken if token_layout == "packed" else self.tokens_per_step
             out["cu_seqlens_q"][row + 1] = min(before, places)
+            self._write_empty_ticket(out["tickets"][row], state_id, error, taken)
             if error:
                 self._record_error(self.records[state_id], error, value)
             elif taken > 0 and first + taken > places:
@@ -129,6 +130,11 @@ class Oracle(OracleTable):
             return q, CHUNK_PAST_PROMPT_END, q
         return q, 0, 0
 
+    def _write_empty_ticket(self, ticket: np.ndarray, state_id: int, error: int, taken: int) -> None:
+        """Say in a ticket without tokens why there are none: 0 padding, 1 an error, 2 it did not fit; and whose it would be."""
+        named = state_id if 0 <= state_id < len(self.records) else -1
+        ticket[:] = (-1, 1 if error else 2 if taken else 0, named, 0)
+
     def _padding(self, rows: int, places: int) -> dict[str, np.ndarray]:
         """Make the outputs of a batch without a live row."""
 
@@ -148,7 +154,7 @@ class Oracle(OracleTable):
             "seqlens_q": pad(0, rows),
             "seqlens_k": pad(0, rows),
             "num_tokens": pad(0, 1),
-            "tickets": np.array([[-1, 0, 0, 0]] * rows, np.int32).reshape(rows, 4),
+            "tickets": pad(0, rows, 4),
         }
         if self.token_ids is not None:
             out["input_ids"] = pad(0, places, dtype=np.int64)

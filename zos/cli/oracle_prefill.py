@@ -42,6 +42,7 @@ class PrefillOracle(Oracle):
             first = before
             before += taken
             out["cu_seqlens_q"][row + 1] = min(before, places)
+            self._write_empty_ticket(out["tickets"][row], state_id, error, taken)
             if error:
                 self._record_error(self.records[state_id], error, value)
             elif taken > 0 and before > places:

@@ -1,0 +1,208 @@
+"""Requests of a loop: submitted in arrival order, they get a state slot and a batch row, and give both back when they are over."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from zos.allocator import StateSlotAllocator
+from zos.mailbox import StepRecord
+from zos.service import MetadataService
+
+
+class RequestState(Enum):
+    """Where a request is."""
+
+    WAITING = "waiting"  # for a state slot
+    RUNNING = "running"  # it has a slot, and a batch row or a place in the ready queue
+    PREEMPTED = "preempted"  # it keeps its slot, no step serves it
+    FINISHED = "finished"
+    FAILED = "failed"  # its state is in error on the device
+    CANCELLED = "cancelled"
+
+
+@dataclass(eq=False)
+class Request:
+    """One sequence that a loop was asked to run; what `DecodeLoop.submit` returns."""
+
+    number: int  # in order of arrival
+    columns: dict[str, Any]  # arguments of MetadataService.admit
+    state: RequestState = RequestState.WAITING
+    state_id: int | None = None  # its state slot, while it has one
+    q_start: int = 0  # length, as of the last record read
+
+
+class RequestScheduler:
+    """What a loop does for requests: slots, batch rows and the ready queue, decided from records alone, never by asking the device.
+
+    A request runs in the batch while there are rows; past that it waits in the ready queue, from which `commit` refills rows on the
+    device. The host learns of that from the records, so its edits of the batch are compare-and-set: one that came too late is refused
+    whole, and the next replay sets the batch anew.
+
+    Parameters
+    ----------
+    service : MetadataService
+        Whose states the requests get.
+    slot : int
+        Metadata slot.
+    max_rows : int
+        Most rows of a batch.
+    """
+
+    def __init__(self, service: MetadataService, slot: int, max_rows: int) -> None:
+        self._service = service
+        self._slot = slot
+        self._max_rows = max_rows
+        self._requests: dict[int, Request] = {}  # by number; those not over
+        self._by_state: dict[int, Request] = {}  # by state id
+        self._waiting: deque[Request] = deque()
+        self._allocator: StateSlotAllocator | None = None
+        self._submitted = 0
+        self._inbox: list[StepRecord] = []  # read, not yet delivered
+
+    def use_states(self, state_ids: Iterable[int]) -> None:
+        """Say which states requests may get. Default: all of the service's.
+
+        Raises
+        ------
+        ValueError
+            Requests were submitted already.
+        IndexError
+            An id is out of range.
+        """
+        if self._allocator is not None:
+            raise ValueError("requests were submitted already: their states are handed out")
+        ids = list(state_ids)
+        self._service.bounds(ids)  # raises IndexError
+        self._allocator = StateSlotAllocator(ids)
+
+    def submit(self, **columns: Any) -> Request:
+        """Ask for a sequence to be run, in arrival order.
+
+        Parameters
+        ----------
+        **columns
+            Arguments of MetadataService.admit but for state_id, which the loop chooses: q_start, stop_at, swa_valid_start, tokens …
+
+        Returns
+        -------
+        Request
+            Its `state` and `q_start` follow the records that are read.
+
+        Raises
+        ------
+        ValueError
+            A value breaks a rule of `admit`, or the loop has no mailbox to learn from.
+        """
+        if self._service.mailbox(self._slot) is None:
+            raise ValueError("the loop has no mailbox (records=0): it would never learn that a request is over")
+        self._service.check_admission(**columns)
+        if self._allocator is None:
+            self.use_states(range(self._service.capacity))
+        if not self._submitted:
+            self._service.set_ready([], self._slot)
+        request = Request(self._submitted, columns)
+        self._submitted += 1
+        self._requests[request.number] = request
+        self._waiting.append(request)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Drop a request; results still outstanding are dropped by the device. No-op for one that is over."""
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+            self._over(request, RequestState.CANCELLED)
+        elif request.state in (RequestState.RUNNING, RequestState.PREEMPTED):
+            self._over(request, RequestState.CANCELLED)
+
+    def preempt(self, request: Request) -> None:
+        """Let a running request rest: it keeps its slot and what it has, and results still outstanding count."""
+        if request.state is not RequestState.RUNNING or request.state_id is None:
+            raise ValueError(f"request {request.number} is {request.state.value}, not running")
+        self._service.pause(request.state_id)
+        request.state = RequestState.PREEMPTED
+
+    def resume(self, request: Request) -> None:
+        """Let a preempted request run on."""
+        if request.state is not RequestState.PREEMPTED or request.state_id is None:
+            raise ValueError(f"request {request.number} is {request.state.value}, not preempted")
+        self._service.resume(request.state_id)
+        request.state = RequestState.RUNNING
+
+    @property
+    def pending(self) -> int:
+        """Requests that are not over."""
+        return len(self._requests)
+
+    # ---- for the loop --------------------------------------------------------------------------------------------------------
+
+    def _schedule(self) -> None:
+        """Before a replay: read what has come, admit what fits, and set the batch or the ready queue where that changes them."""
+        assert self._allocator is not None
+        self._take(self._service.poll(self._slot))
+        while self._waiting and (state_id := self._allocator.take()) is not None:
+            request = self._waiting.popleft()
+            self._service.admit(state_id, **request.columns)
+            request.state, request.state_id = RequestState.RUNNING, state_id
+            request.q_start = int(self._service.bounds([state_id])[0][0])
+            self._by_state[state_id] = request
+        rows, queued = self._service.known_batch(self._slot)
+        running = {
+            state_id: request for state_id, request in self._by_state.items() if request.state is RequestState.RUNNING
+        }
+        live = [state_id for state_id in rows if state_id in running]
+        in_rows = set(live)
+        queued = [state_id for state_id in queued if state_id in running and state_id not in in_rows]
+        placed = in_rows.union(queued)
+        arrivals = sorted(running.keys() - placed, key=lambda state_id: running[state_id].number)
+        room = self._max_rows - len(live)
+        if room > 0 and (arrivals or queued):
+            self._stage_rows(live + (queued + arrivals)[:room])
+            arrivals = arrivals[max(0, room - len(queued)) :]
+        elif self._shrinks(len(live), len(rows)):
+            self._stage_rows(live)
+        if arrivals:
+            self._service.set_ready(arrivals, self._slot)
+
+    def _take(self, records: list[StepRecord]) -> None:
+        """Learn from records, and keep them for `poll`."""
+        self._inbox += records
+        if not self._requests and not self._by_state:
+            return
+        for record in records:
+            for row in (record.generations > 0).nonzero()[0].tolist():
+                request = self._by_state.get(int(record.state_ids[row]))
+                if request is None or self._service.generation(int(record.state_ids[row])) != record.generations[row]:
+                    continue
+                request.q_start = int(record.q_start[row])
+                if record.finished[row]:
+                    self._over(request, RequestState.FINISHED)
+                elif record.failed[row]:
+                    self._over(request, RequestState.FAILED)
+        if self._allocator is not None and records:
+            self._allocator.seen(records[-1].step)
+
+    def _delivered(self) -> list[StepRecord]:
+        records, self._inbox = self._inbox, []
+        return records
+
+    def _over(self, request: Request, state: RequestState) -> None:
+        request.state = state
+        del self._requests[request.number]
+        if request.state_id is not None and self._allocator is not None:
+            self._service.release(request.state_id)
+            # Steps launched so far may still have the state in their batch.
+            self._allocator.retire(request.state_id, self._service.slot_steps_launched(self._slot))
+            del self._by_state[request.state_id]
+            request.state_id = None
+
+    def _stage_rows(self, state_ids: list[int]) -> None:
+        """Set the batch of the next steps."""
+        raise NotImplementedError
+
+    def _shrinks(self, live: int, rows: int) -> bool:
+        """Whether so many live of so many rows would fit a smaller batch."""
+        raise NotImplementedError
