@@ -20,6 +20,7 @@ from zos.metadata import StepMetadata
 WIDTH = 8  # of a latent
 SEQUENCES = 12
 SPARE_STATES = 2  # never admitted
+LONGEST_CHUNK = 256
 LENGTH = 700  # positions that have latents
 RINGS = [zos.CompressionRing(2), zos.CompressionRing(4, overlap=True), zos.CompressionRing(128)]
 IDS = [f"ratio {ring.ratio}" for ring in RINGS]
@@ -86,10 +87,11 @@ class Compressor:
         self.pooled[state_id[:, 0], index[place[:, 0]]] = pool(tokens, position >= 0)
 
 
-def service(device: str, chunk: int = 256, capacity: int = SEQUENCES + SPARE_STATES) -> zos.MetadataService:
+def service(device: str) -> zos.MetadataService:
     """A service for all the rings at once."""
+    tokens = SEQUENCES * LONGEST_CHUNK
     return zos.MetadataService(
-        capacity, SEQUENCES, device=device, max_prefill_tokens=SEQUENCES * chunk, compression_ratios=RINGS
+        SEQUENCES + SPARE_STATES, SEQUENCES, device=device, max_prefill_tokens=tokens, compression_ratios=RINGS
     )
 
 
@@ -136,7 +138,7 @@ def test_any_history(device: str, seed: int) -> None:
         prompt = int(rng.integers(0, 400))
         hit = int(rng.integers(0, prompt + 1)) if rng.random() < 0.3 else 0
         cached_end[state_id] = zos.plan_bounded_replay(hit, prompt).kv_cached_end
-        svc.admit(state_id, prefix_hit=hit, prompt_end=prompt, chunk_q=int(rng.choice([1, 5, 60, 140, 256])))
+        svc.admit(state_id, prefix_hit=hit, prompt_end=prompt, chunk_q=int(rng.choice([1, 5, 60, 140, LONGEST_CHUNK])))
     svc.set_batch(ids)
     svc.set_prefill_batch(ids)
     svc.flush()
@@ -149,7 +151,7 @@ def test_any_history(device: str, seed: int) -> None:
     chunked = service(device)  # the whole sequence as a prompt
     for state_id in ids:
         plain.admit(state_id, seqlen_q=1, decode_q=1, stop_at=q_start[state_id])
-        stop, chunk = q_start[state_id], int(rng.integers(1, 257))
+        stop, chunk = q_start[state_id], int(rng.integers(1, LONGEST_CHUNK + 1))
         chunked.admit(state_id, prompt_end=stop, stop_at=stop, chunk_q=chunk)
     plain.set_batch(ids)
     chunked.set_prefill_batch(ids)
