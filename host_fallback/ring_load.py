@@ -61,7 +61,10 @@ def swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: torch.T
     cache = swa_cache.numpy()
     for row, plan in enumerate(load_plan.tolist()):
         for state, slot, to, length in plan:
-            begin, end = max(to, row * window), min(to + length, (row + 1) * window)  # a segment fills rows of its own row only
+            begin, end = (
+                max(to, row * window),
+                min(to + length, (row + 1) * window),
+            )  # a segment fills rows of its own row only
             entries[..., begin : max(begin, end), :] = 0
             slot += begin - to
             first, last = max(slot, 0), min(slot + end - begin, ring)

@@ -102,7 +102,7 @@ class MetadataService(SequenceEdits):
         if token_layout not in TOKEN_LAYOUTS:
             raise ValueError(f"token_layout={token_layout!r} is none of {', '.join(TOKEN_LAYOUTS)}")
         self.token_layout = token_layout
-        self.compression = compression_rings(compression_ratios, step)
+        compression = compression_rings(compression_ratios, step)
         self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
 
@@ -112,7 +112,7 @@ class MetadataService(SequenceEdits):
         shape = (2 * self.metadata_slots + 1, self.max_batch)
         self._batches = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         edits = StagedEdits(table, self._batches, step, max_prefill_tokens)
-        super().__init__(table, edits, geometry, max_prefill_tokens)
+        super().__init__(table, edits, geometry, max_prefill_tokens, compression)
         self._counters_host, self.operator_counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
         self._slots = [_Slot(self._new_buffers(slot, self.max_batch)) for slot in range(self.metadata_slots)]
         self._order = StreamOrder(self.device)
