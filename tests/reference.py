@@ -1,8 +1,9 @@
-"""What tests hold results against: the oracle, the golden cases, assertions that name the first mismatch."""
+"""What tests hold results against: the oracle, golden cases, assertions that name the first mismatch; and runs of a replay."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import numpy as np
 import torch
 
 from zos.cli.compare import POISON, first_mismatch, poison
+from zos.cli.main import main
 from zos.cli.oracle import Oracle
 from zos.cli.oracle_prefill import PrefillOracle
 
 __all__ = [
+    "AZURE",
     "DECODE_KEYS",
+    "MOONCAKE",
     "POISON",
     "PREFILL_KEYS",
     "Oracle",
@@ -22,10 +26,15 @@ __all__ = [
     "assert_bitwise_equal",
     "assert_golden",
     "golden_cases",
+    "mooncake_trace",
     "poison",
     "positions_in_ring",
+    "replay_figures",
 ]
 
+SAMPLES = Path(__file__).parents[1] / "examples" / "traces"
+AZURE = SAMPLES / "azure_llm_2023_conv_sample.csv"
+MOONCAKE = SAMPLES / "mooncake_fast25_conversation_sample.jsonl"
 GOLDEN = Path(__file__).parent / "golden"
 BOTH_KEYS = {  # key of both golden files -> output
     "offset_len": "kv_swa_index_offset_len",
@@ -77,6 +86,23 @@ def positions_in_ring(head: int, ring: int) -> list[int]:
     for position in range(max(0, head - ring), head):
         held[position % ring] = position
     return held
+
+
+def replay_figures(folder: Path, trace: Path, *options: str, code: int = 0) -> dict[str, Any]:
+    """Run `zos replay`, expect the exit code, return the JSON it wrote."""
+    target = folder / "figures.json"
+    assert main(["replay", str(trace), "--json", str(target), *options]) == code
+    written: dict[str, Any] = json.loads(target.read_text())
+    return written
+
+
+def mooncake_trace(folder: Path, requests: Sequence[tuple[Any, ...]]) -> Path:
+    """Write a trace of (arrival_ms, prompt, output) or (arrival_ms, prompt, output, hash_ids)."""
+    path = folder / "trace.jsonl"
+    keys = ("timestamp", "input_length", "output_length", "hash_ids")
+    lines = [dict(zip(keys, request, strict=False)) for request in requests]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
 
 
 def _as_array(value: Array) -> np.ndarray:
