@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from zos.cli import oracle_table, parity_round
-from zos.cli.cases import forge_tickets, random_batch, random_edits, random_result, random_table
+from zos.cli.cases import forge_tickets, random_edits, random_result, random_table
 from zos.cli.main import main
+from zos.cli.parity_batches import DecodeBatch
 from zos.cli.setups import SETUPS, Setup
 from zos.service import MetadataService
 
@@ -165,7 +166,7 @@ def test_cases_reach_every_rule(seed: int) -> None:
         phases |= set(records[:, COLUMN["phase"]].tolist())
         records[:, COLUMN["error"]] = 0
         oracle.load_records(records)
-        batch = random_batch(rng, SETUPS[0])
+        batch = DecodeBatch.draw(rng, SETUPS[0])
         tickets = oracle.prepare(batch.device_ids, max_tokens=batch.max_tokens)["tickets"]
         if rng.random() < 0.5:
             tickets = forge_tickets(rng, SETUPS[0], batch.device_ids, tickets, oracle.records_array())
