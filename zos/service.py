@@ -233,11 +233,9 @@ class MetadataService(SequenceEdits):
         ValueError, EditsDuringCaptureError, KernelNotReadyError
             As prepare.
         """
-        state = self._slot(slot)
-        if state.prefill_buffers is None:
-            raise ValueError(f"slot={slot} has no prefill batch: call set_prefill_batch first")
+        state, buffers = self._slot(slot), self._prefill_buffers(slot)
         self.flush()
-        metadata = state.prefill_buffers.view(state.prefill_batch, full_index)
+        metadata = buffers.view(state.prefill_batch, full_index)
         self.launch_prepare(metadata)
         if not self._order.capturing():
             metadata.origin.prepared_batch = state.prefill_batch
@@ -371,6 +369,10 @@ class MetadataService(SequenceEdits):
         """Metadata of a slot as a prepare of that shape returns it, without preparing."""
         return self._slot(slot).buffers.view(batch, tokens)
 
+    def slot_prefill_metadata(self, slot: int, batch: int, full_index: bool) -> PrefillMetadata:
+        """Metadata of a slot as a prepare_prefill of that shape returns it, without preparing; after its first prefill batch."""
+        return self._prefill_buffers(slot).view(batch, full_index)
+
     def launch_prepare(self, metadata: StepMetadata) -> None:
         """Launch a prepare into `metadata`, flushing and counting nothing: what a captured step consists of."""
         self._order.join()
@@ -402,6 +404,12 @@ class MetadataService(SequenceEdits):
         return PrefillBuffers(
             slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, most
         )
+
+    def _prefill_buffers(self, slot: int) -> PrefillBuffers:
+        buffers = self._slot(slot).prefill_buffers
+        if buffers is None:
+            raise ValueError(f"slot={slot} has no prefill batch: call set_prefill_batch first")
+        return buffers
 
     def _slot(self, slot: int) -> _Slot:
         if not 0 <= whole_number("slot", slot, -1) < self.metadata_slots:
