@@ -26,6 +26,8 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PARITY_CASES = int(os.environ.get("ZOS_GPU_PARITY_CASES", "1000000"))
 FULL_TRACE = os.environ.get("ZOS_FULL_TRACE", "")  # a whole trace to replay, where one lies at hand
 SAMPLE_TRACE = "examples/traces/azure_llm_2023_conv_sample.csv"
+MOONCAKE_TRACE = "examples/traces/mooncake_fast25_conversation_sample.jsonl"
+RING = ("--chunk", "512", "--max-prefill-tokens", "2048", "--ring")
 
 
 def kernels_sha256() -> str:
@@ -127,12 +129,18 @@ def main() -> int:
                 command, "replay checked", scratch, *replay, SAMPLE_TRACE, "--check", "every"
             ),
             "replay": pool.submit(command, "replay", scratch, *replay, FULL_TRACE or SAMPLE_TRACE, "--check", "off"),
+            "replay_ring_checked": pool.submit(
+                command, "replay ring checked", scratch, *replay, SAMPLE_TRACE, *RING, "--check", "4"
+            ),
+            "replay_ring": pool.submit(
+                command, "replay ring", scratch, *replay, MOONCAKE_TRACE, *RING, "--check", "off"
+            ),
             "sanitizer": pool.submit(sanitizer),
         }
         evidence.update({name: part.result() for name, part in parts.items()})
     good = (
         evidence["tests"]["exit_code"] == bench["exit_code"] == evidence["parity"]["exit_code"] == 0
-        and evidence["replay"]["exit_code"] == evidence["replay_checked"]["exit_code"] == 0
+        and all(evidence[name]["exit_code"] == 0 for name in parts if name.startswith("replay"))
         and evidence["tests"]["skipped"] == 0
         and all(tool["findings"] == 0 and tool["planted_findings"] > 0 for tool in evidence["sanitizer"].values())
     )

@@ -1,17 +1,20 @@
-"""What tests hold results against: the oracle, the golden cases, assertions that name the first mismatch."""
+"""What tests share: the oracle, the golden cases, assertions that name the first mismatch, random steps of sequences."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
+import zos
 from zos.cli.compare import POISON, first_mismatch, poison
 from zos.cli.oracle import Oracle
 from zos.cli.oracle_prefill import PrefillOracle
+from zos.metadata import StepMetadata
 
 __all__ = [
     "DECODE_KEYS",
@@ -19,11 +22,14 @@ __all__ = [
     "PREFILL_KEYS",
     "Oracle",
     "PrefillOracle",
+    "as_array",
     "assert_bitwise_equal",
     "assert_golden",
     "golden_cases",
+    "kept_tokens",
     "poison",
     "positions_in_ring",
+    "random_steps",
 ]
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -46,7 +52,7 @@ Array = torch.Tensor | np.ndarray
 
 def assert_bitwise_equal(actual: Array, expected: Array, name: str) -> None:
     """Equal dtype, shape and values, or an error with the first mismatch, its coordinates and both values."""
-    difference = first_mismatch(_as_array(actual), _as_array(expected))
+    difference = first_mismatch(as_array(actual), as_array(expected))
     assert difference is None, f"{name}: {difference}"
 
 
@@ -79,5 +85,34 @@ def positions_in_ring(head: int, ring: int) -> list[int]:
     return held
 
 
-def _as_array(value: Array) -> np.ndarray:
+def random_steps(
+    svc: zos.MetadataService, rounds: int, rng: np.random.Generator
+) -> Iterator[tuple[StepMetadata, np.ndarray]]:
+    """Drive a service's batches, which name the same states: a prefill step and a decode step a round.
+
+    Yields each step's metadata and the tokens that each row keeps, int64 [B]: a random number of a decode step's, all of a chunk.
+    The step is committed when the caller goes on. After each round a drafter on the device chooses the next steps' lengths.
+    """
+    table, step = svc.table, svc.geometry.tokens_per_step
+    for _ in range(rounds):
+        for prepare in (lambda: svc.prepare_prefill(full_index=True), svc.prepare):
+            metadata = prepare()
+            length, states = as_array(metadata.seqlens_q).astype(np.int64), as_array(metadata.state_ids)
+            prefilling = as_array(table.q_start < table.prompt_end)[states]  # a padding row's length is 0 either way
+            kept = np.where(prefilling, length, np.minimum(rng.integers(1, step + 1, len(length)), length))
+            yield metadata, kept
+            svc.commit(metadata, torch.from_numpy(kept.astype(np.int32)).to(svc.device))
+        drafted = torch.from_numpy(rng.integers(1, step + 1, svc.capacity).astype(np.int32)).to(svc.device)
+        table.seqlen_q.copy_(torch.where(table.q_start < table.prompt_end, table.seqlen_q, drafted))
+
+
+def kept_tokens(metadata: StepMetadata, kept: np.ndarray) -> np.ndarray:
+    """Which token places hold one of the tokens that their row keeps: bool [T]."""
+    row = as_array(metadata.token_row)
+    j = np.arange(len(row)) - as_array(metadata.cu_seqlens_q)[row]
+    return (row >= 0) & (j < kept[row])
+
+
+def as_array(value: Array) -> np.ndarray:
+    """Return a tensor of any device as an array."""
     return value.cpu().numpy() if isinstance(value, torch.Tensor) else value

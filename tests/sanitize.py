@@ -45,13 +45,17 @@ def exercise() -> None:
             for full_index in (False, True):
                 svc.set_prefill_batch([0, -1, 1, 2], batch=9)
                 prefill = svc.prepare_prefill(full_index=full_index)
-            ring_values = torch.randn(prefill.tokens, 96, device="cuda")
-            slab = torch.zeros(1500 * geometry.ring * 99, dtype=torch.uint8, device="cuda")
-            view = slab.view(1500, geometry.ring, 1, 99)
-            torch.ops.zos.swa_ring_store(ring_values, prefill.swa_write_slot, view, torch.empty_like(ring_values))
-            history = torch.empty(9 * geometry.window, 96, device="cuda")
-            torch.ops.zos.swa_ring_load(view, prefill.swa_load_plan, history, geometry.window)
+            slab = torch.zeros(2 * 1500 * geometry.ring * 99, dtype=torch.uint8, device="cuda")
+            view = slab.view(2, 1500, geometry.ring, 1, 99)
+            for dtype in (torch.float32, torch.float16, torch.bfloat16):
+                values = torch.randn(2, prefill.tokens, 96, device="cuda").to(dtype)
+                torch.ops.zos.swa_ring_store(values, prefill.swa_write_slot, view, torch.empty_like(values))
+                history = torch.empty(2, 9 * geometry.window, 96, device="cuda", dtype=dtype)
+                torch.ops.zos.swa_ring_load(view, prefill.swa_load_plan, history, geometry.window)
             svc.commit(prefill, prefill.seqlens_q)
+            for full_index in (False, True):  # too many rows for one launch, many of them deferred
+                svc.set_prefill_batch(range(600))
+                svc.prepare_prefill(full_index=full_index)
             svc.table.q_start[::7] = -1  # rows in error
             svc.prepare()
             for state_id in range(0, 1500, 3):

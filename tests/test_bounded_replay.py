@@ -73,3 +73,17 @@ def test_hit_sets_the_start(given: str) -> None:
     with pytest.raises(ValueError, match="hit_length=-1"):
         svc.admit(2, prefix_hit=-1)
     svc.admit(2)
+
+
+def test_hit_leaves_every_entry_its_tokens() -> None:
+    """An entry that pools more than the recomputed window would be made of tokens that nobody computed."""
+    for ratio, overlap, fits in ((6, False, True), (3, True, True), (7, False, False), (4, True, False)):
+        ring = zos.CompressionRing(ratio, 4, overlap)
+        svc = zos.MetadataService(4, 1, zos.RingGeometry(5, 3), "cpu", compression_ratios=[ring])
+        svc.admit(1, prefix_hit=5, prompt_end=30)  # not adopted: nothing is missing
+        if fits:
+            svc.admit(0, prefix_hit=23, prompt_end=30)
+            continue
+        with pytest.raises(ValueError, match=f"ratio {ratio} pools {ring.pooled_tokens} tokens, and only the window=5"):
+            svc.admit(0, prefix_hit=23, prompt_end=30)
+        svc.admit(0)

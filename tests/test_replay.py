@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Sequence
@@ -15,6 +14,7 @@ import pytest
 import torch
 
 from tests.reference import assert_bitwise_equal
+from tests.replays import AZURE, MOONCAKE, mooncake_trace, replay_figures
 from zos.cli.acceptance import AcceptanceModel
 from zos.cli.main import main
 from zos.cli.oracle import Oracle
@@ -22,26 +22,7 @@ from zos.cli.replay_schedule import Scheduler
 from zos.cli.traces import Request, read_trace
 from zos.service import MetadataService
 
-SAMPLES = Path(__file__).parents[1] / "examples" / "traces"
-AZURE = SAMPLES / "azure_llm_2023_conv_sample.csv"
-MOONCAKE = SAMPLES / "mooncake_fast25_conversation_sample.jsonl"
 TIMED = ("wall_s", "metadata_us", "options")  # what differs from run to run
-
-
-def figures(folder: Path, trace: Path, *options: str, code: int = 0) -> dict[str, Any]:
-    """Run `zos replay`, expect the exit code, return the JSON it wrote."""
-    target = folder / "figures.json"
-    assert main(["replay", str(trace), "--json", str(target), *options]) == code
-    written: dict[str, Any] = json.loads(target.read_text())
-    return written
-
-
-def mooncake(folder: Path, requests: Sequence[tuple[float, int, int]]) -> Path:
-    """Write a trace of (arrival_ms, prompt, output)."""
-    path = folder / "trace.jsonl"
-    lines = [{"timestamp": ms, "input_length": prompt, "output_length": out} for ms, prompt, out in requests]
-    path.write_text("\n".join(map(json.dumps, lines)))
-    return path
 
 
 # ---- acceptance -------------------------------------------------------------------------------------------------
@@ -122,7 +103,8 @@ class Recorder:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.geometry = SimpleNamespace(tokens_per_step=6)
+        self.geometry = SimpleNamespace(window=128, tokens_per_step=6)
+        self.max_prefill_tokens = 8192
         self.calls: list[tuple[Any, ...]] = []
 
     def admit(self, state_id: int, q_start: int, stop_at: int) -> None:  # noqa: D102
@@ -186,12 +168,12 @@ def test_idle_clock_jumps_to_the_next_arrival() -> None:
 # ---- the command ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("trace", "limit"), [(AZURE, 60), (MOONCAKE, 40)], ids=["azure", "mooncake"])
+@pytest.mark.parametrize(("trace", "limit"), [(AZURE, 60), (MOONCAKE, 10)], ids=["azure", "mooncake"])
 @pytest.mark.parametrize("layout", ["packed", "strided"])
 def test_samples_replay_without_a_mismatch(device: str, tmp_path: Path, trace: Path, limit: int, layout: str) -> None:
     """Every step of both formats and layouts agrees with all there is to hold it against."""
     options = ("--device", device, "--limit", str(limit), "--layout", layout, "--check", "every")
-    found = figures(tmp_path, trace, *options)
+    found = replay_figures(tmp_path, trace, *options)
     requests = read_trace(trace)[:limit]
     assert found["mismatches"] == 0 and found["mismatch_examples"] == []
     assert found["steps_checked"] == found["steps"] > 100
@@ -203,29 +185,29 @@ def test_samples_replay_without_a_mismatch(device: str, tmp_path: Path, trace: P
 @pytest.mark.parametrize("rows", [1, 3, 5])
 def test_few_states_are_reused(device: str, tmp_path: Path, rows: int) -> None:
     """With a queue before it, every state serves many sequences, and no one reads what another left."""
-    trace = mooncake(tmp_path, [(0, 10 * n, 1 + n % 17) for n in range(40)])
-    found = figures(tmp_path, trace, "--device", device, "--max-batch", str(rows))
+    trace = mooncake_trace(tmp_path, [(0, 10 * n, 1 + n % 17) for n in range(40)])
+    found = replay_figures(tmp_path, trace, "--device", device, "--max-batch", str(rows))
     assert (found["requests"], found["largest_batch"]) == (40, rows)
     assert found["mismatches"] == 0
 
 
 def test_extreme_acceptance(tmp_path: Path) -> None:
     """Nothing accepted: one token a step; everything: six, cut at the end of the output."""
-    trace = mooncake(tmp_path, [(0, 100, 50)])
-    assert figures(tmp_path, trace, "--device=cpu", "--acceptance", "0")["steps"] == 50
-    assert figures(tmp_path, trace, "--device=cpu", "--acceptance", "1")["steps"] == 9
+    trace = mooncake_trace(tmp_path, [(0, 100, 50)])
+    assert replay_figures(tmp_path, trace, "--device=cpu", "--acceptance", "0")["steps"] == 50
+    assert replay_figures(tmp_path, trace, "--device=cpu", "--acceptance", "1")["steps"] == 9
 
 
 def test_longest_positions(tmp_path: Path) -> None:
     """The longest sequence that a trace may hold ends without an error of the device."""
-    trace = mooncake(tmp_path, [(0, 2**31 - 1 - 6 - 20, 20), (0, 0, 20)])
-    assert figures(tmp_path, trace, "--device=cpu", "--acceptance", "0")["mismatches"] == 0
+    trace = mooncake_trace(tmp_path, [(0, 2**31 - 1 - 6 - 20, 20), (0, 0, 20)])
+    assert replay_figures(tmp_path, trace, "--device=cpu", "--acceptance", "0")["mismatches"] == 0
 
 
 def test_seed_decides(tmp_path: Path) -> None:
     """The same seed gives the same run, another one another."""
     options = ("--device=cpu", "--limit=20", "--check=off")
-    runs = [figures(tmp_path, AZURE, *options, f"--seed={seed}") for seed in (5, 5, 6)]
+    runs = [replay_figures(tmp_path, AZURE, *options, f"--seed={seed}") for seed in (5, 5, 6)]
     for run in runs:
         for name in TIMED:
             run.pop(name)
@@ -236,25 +218,29 @@ def test_seed_decides(tmp_path: Path) -> None:
 def test_check_every_nth_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The table and the JSON say how many steps were checked."""
     for check, checked in (("7", 15), ("off", 0), ("every", 100)):
-        found = figures(tmp_path, mooncake(tmp_path, [(0, 9, 100)]), "--device=cpu", "--acceptance=0", "--check", check)
+        found = replay_figures(
+            tmp_path, mooncake_trace(tmp_path, [(0, 9, 100)]), "--device=cpu", "--acceptance=0", "--check", check
+        )
         assert (found["steps"], found["steps_checked"]) == (100, checked)
         assert f"steps checked / mismatches  {checked} / 0 " in capsys.readouterr().out
 
 
 def test_requests_without_output_are_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """They are counted, not served; a trace of nothing else is no error."""
-    found = figures(tmp_path, mooncake(tmp_path, [(0, 9, 0), (0, 9, 5), (1, 9, 0)]), "--device=cpu")
+    found = replay_figures(tmp_path, mooncake_trace(tmp_path, [(0, 9, 0), (0, 9, 5), (1, 9, 0)]), "--device=cpu")
     assert (found["requests"], found["skipped_requests"], found["generated_tokens"]) == (1, 2, 5)
     assert "1   (2 without output skipped)" in capsys.readouterr().out
-    found = figures(tmp_path, mooncake(tmp_path, [(0, 9, 0)]), "--device=cpu")
+    found = replay_figures(tmp_path, mooncake_trace(tmp_path, [(0, 9, 0)]), "--device=cpu")
     assert (found["requests"], found["steps"], found["tokens_per_step"]) == (0, 0, None)
     assert found["metadata_us"]["median"] is None
     assert "not measured" in capsys.readouterr().out
 
 
-def test_json_holds_measured_figures(tmp_path: Path) -> None:
+def test_json_holds_measured_replay_figures(tmp_path: Path) -> None:
     """On the CPU: two operators a step and one more where edits are applied; what only a GPU has is null."""
-    found = figures(tmp_path, mooncake(tmp_path, [(0, 9, 100)]), "--device=cpu", "--acceptance=0", "--check=off")
+    found = replay_figures(
+        tmp_path, mooncake_trace(tmp_path, [(0, 9, 100)]), "--device=cpu", "--acceptance=0", "--check=off"
+    )
     assert found["options"]["acceptance"] == 0 and found["options"]["trace"].endswith("trace.jsonl")
     assert found["launches_per_step"] == 2.01  # the admission; the release comes after the last step
     assert 0 < found["metadata_us"]["median"] <= found["metadata_us"]["p99"]
@@ -267,7 +253,7 @@ def test_plot(tmp_path: Path) -> None:
     """A PNG is written."""
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"
-    figures(tmp_path, AZURE, "--device=cpu", "--limit=5", "--check=off", "--plot", str(path))
+    replay_figures(tmp_path, AZURE, "--device=cpu", "--limit=5", "--check=off", "--plot", str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
@@ -298,7 +284,7 @@ def test_wrong_output_is_found(
         return metadata
 
     monkeypatch.setattr(MetadataService, "prepare", faulty)
-    found = figures(tmp_path, AZURE, "--device=cpu", "--limit=10", code=1)
+    found = replay_figures(tmp_path, AZURE, "--device=cpu", "--limit=10", code=1)
     assert found["mismatches"] == 1
     assert found["mismatch_examples"][0].startswith("step 5: kv_swa_index against the oracle: 1 of")
     assert "first at [2, 7]" in capsys.readouterr().err
@@ -314,7 +300,7 @@ def test_unwritten_output_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPat
             metadata.num_tokens.fill_(-7)
 
     monkeypatch.setattr(MetadataService, "commit", faulty)
-    found = figures(tmp_path, AZURE, "--device=cpu", "--limit=2", code=1)
+    found = replay_figures(tmp_path, AZURE, "--device=cpu", "--limit=2", code=1)
     assert found["mismatches"] == found["steps"]
 
 
@@ -328,7 +314,7 @@ def test_missing_output_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         return arrays
 
     monkeypatch.setattr(Oracle, "prepare", other)
-    found = figures(tmp_path, mooncake(tmp_path, [(0, 9, 1)]), "--device=cpu", code=1)
+    found = replay_figures(tmp_path, mooncake_trace(tmp_path, [(0, 9, 1)]), "--device=cpu", code=1)
     assert [example.split(":")[1] for example in found["mismatch_examples"]] == [
         " swa_length against the oracle",
         " swa_len against the oracle",
@@ -345,7 +331,7 @@ def test_wrong_prediction_is_found_without_checks(tmp_path: Path, monkeypatch: p
         return (kept + 1).clamp(max=6) if calls[0] == 3 else kept
 
     monkeypatch.setattr(AcceptanceModel, "step", faulty)
-    found = figures(tmp_path, AZURE, "--device=cpu", "--limit=10", "--check=off", "--acceptance=0", code=1)
+    found = replay_figures(tmp_path, AZURE, "--device=cpu", "--limit=10", "--check=off", "--acceptance=0", code=1)
     assert any("trail, summed up by the device" in example for example in found["mismatch_examples"])
 
 
@@ -358,7 +344,7 @@ def test_device_error_is_found_without_checks(tmp_path: Path, monkeypatch: pytes
         return step(self, metadata) + 100 * (calls[0] == 3)
 
     monkeypatch.setattr(AcceptanceModel, "step", faulty)
-    found = figures(tmp_path, AZURE, "--device=cpu", "--limit=10", "--check=off", code=1)
+    found = replay_figures(tmp_path, AZURE, "--device=cpu", "--limit=10", "--check=off", code=1)
     assert any("counter errors" in example for example in found["mismatch_examples"])
 
 
@@ -368,7 +354,7 @@ def test_device_error_is_found_without_checks(tmp_path: Path, monkeypatch: pytes
 @pytest.mark.gpu
 def test_captured_replay_waits_for_nothing(tmp_path: Path) -> None:
     """Captured, without checks: no allocation, no wait in a step without edits, two launches and those of the edits."""
-    found = figures(tmp_path, AZURE, "--device=cuda", "--check=off")
+    found = replay_figures(tmp_path, AZURE, "--device=cuda", "--check=off")
     assert found["mismatches"] == 0
     assert found["allocations_after_capture"] == 0
     assert found["waits_per_step_without_edits"] == 0
@@ -381,6 +367,7 @@ def test_both_devices_run_the_same_replay(tmp_path: Path) -> None:
     """Steps, tokens and batches do not depend on the device."""
     names = ("requests", "steps", "generated_tokens", "mean_batch", "largest_batch", "simulated_s", "mismatches")
     runs = [
-        figures(tmp_path, MOONCAKE, f"--device={device}", "--limit=50", "--check=off") for device in ("cpu", "cuda")
+        replay_figures(tmp_path, MOONCAKE, f"--device={device}", "--limit=20", "--check=off")
+        for device in ("cpu", "cuda")
     ]
     assert [runs[0][name] for name in names] == [runs[1][name] for name in names]

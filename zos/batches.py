@@ -7,13 +7,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
-import torch
 
 from zos.arguments import whole_number
 from zos.bounds import SequenceBounds
 from zos.buffers import DecodeBuffers, PrefillBuffers
 from zos.edits import ANY_VERSION, StagedEdits
-from zos.geometry import RingGeometry
+from zos.geometry import CompressionRing, RingGeometry
 from zos.mailbox import Mailbox, StepRecord
 from zos.sequences import SequenceEdits
 from zos.table import SequenceTable
@@ -52,7 +51,7 @@ class BatchEdits(SequenceEdits):
 
     Parameters
     ----------
-    table, edits, geometry, max_prefill_tokens
+    table, edits, geometry, max_prefill_tokens, compression
         As SequenceEdits.
     max_batch : int
         Most rows of a batch.
@@ -68,11 +67,13 @@ class BatchEdits(SequenceEdits):
         edits: StagedEdits,
         geometry: RingGeometry,
         max_prefill_tokens: int,
+        compression: tuple[CompressionRing, ...],
         max_batch: int,
         token_layout: str,
         metadata_slots: int,
     ) -> None:
-        super().__init__(table, edits, geometry, max_prefill_tokens, SequenceBounds(table.capacity, metadata_slots))
+        bounds = SequenceBounds(table.capacity, metadata_slots)
+        super().__init__(table, edits, geometry, max_prefill_tokens, compression, bounds)
         self.max_batch = max_batch
         self.token_layout = token_layout
         self._slots = [MetadataSlot(self._new_buffers(slot, max_batch)) for slot in range(metadata_slots)]
@@ -189,8 +190,8 @@ class BatchEdits(SequenceEdits):
     def attach_mailbox(self, slot: int = 0, records: int = DEFAULT_RECORDS, kept_tokens: bool = False) -> Mailbox:
         """Let every step of a slot leave a record that the host can read without a CUDA call; see `poll`.
 
-        A graph captured before does not leave records. In a graph of your own, launch `publish` between two commits, best on a branch
-        beside the step's body; eager commits publish at once.
+        A graph captured before does not leave records. In a graph of your own, launch `publish` between two commits, best on a
+        branch beside the step's body; eager commits publish at once.
 
         Parameters
         ----------

@@ -25,8 +25,8 @@ class _Epoch:
 class SequenceBounds:
     """Lower and upper q_start of every state, made of staged edits, launched steps and records read.
 
-    A state is exactly where the last record of its generation left it; every step launched since may have moved it by nothing or by a
-    whole step. Steps are counted by slot, as the slot's mailbox numbers them.
+    A state is exactly where the last record of its generation left it; every step launched since may have moved it by nothing or by
+    a whole step. Steps are counted by slot, as the slot's mailbox numbers them.
 
     Parameters
     ----------

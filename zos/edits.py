@@ -184,7 +184,7 @@ class StagedEdits:
             row = (batch_row, BatchEdit.SET_BATCH, payload, len(state_ids), version)
             _ROW.pack_into(buffer, at, *row, *_NOTHING[5:])
             at += EDIT_WORDS * WORD_BYTES
-            buffer[payload * WORD_BYTES : (payload + len(state_ids)) * WORD_BYTES] = memoryview(state_ids).cast("B")
+            buffer[payload * WORD_BYTES : (payload + len(state_ids)) * WORD_BYTES] = state_ids.tobytes()
             payload += len(state_ids)
         self._packed += 1
         return edits, batches

@@ -98,7 +98,8 @@ class CompressionRing:
     def __init__(self, ratio: int, tokens_per_step: int = 6, overlap: bool = False, entries: int | None = None) -> None:
         ratio = whole_number("ratio", ratio, 1)
         tokens_per_step = whole_number("tokens_per_step", tokens_per_step, 1)
-        least = whole_number("compression entries", (2 if overlap else 1) * ratio + tokens_per_step - 1, 1)
+        pooled = (2 if overlap else 1) * ratio
+        least = whole_number("compression entries", pooled + tokens_per_step - 1, 1)
         entries = least if entries is None else whole_number("entries", entries, 0)
         if entries < least:
             raise ValueError(
@@ -111,3 +112,8 @@ class CompressionRing:
             ("entries", entries),
         ):
             object.__setattr__(self, name, value)
+
+    @property
+    def pooled_tokens(self) -> int:
+        """Tokens that one compressed entry pools."""
+        return 2 * self.ratio if self.overlap else self.ratio

@@ -316,7 +316,8 @@ class DecodeLoop(RequestScheduler):
 
         metadata = service.slot_metadata(self._slot, batch, tokens)
         branch = torch.cuda.Stream() if service.mailbox(self._slot) is not None else None
-        graphs, results = [], []
+        graphs: list[torch.cuda.CUDAGraph] = []
+        results: list[StepResult] = []
         for drains in (False, True):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, stream=side):  # the default one may be another device's
@@ -325,7 +326,7 @@ class DecodeLoop(RequestScheduler):
                 results += [self._run_body(metadata, branch) for _ in range(self.steps_per_replay)]
             self._pool = graph.pool()
             graphs.append(graph)
-        return _Captured(*graphs, metadata, results)
+        return _Captured(graphs[0], graphs[1], metadata, results)
 
     def _run_body(self, metadata: DecodeMetadata, branch: torch.cuda.Stream | None) -> StepResult:
         """Launch a step; on `branch`, beside its body, the publication of the records of the steps before it."""

@@ -55,18 +55,21 @@ class StepRecord:
 
     @property
     def finished(self) -> np.ndarray:
-        """bool [B]: rows whose sequence ended in this step."""
-        return (self.flags & IS_FINISHED) != 0
+        """Rows whose sequence ended in this step: bool [B]."""
+        rows: np.ndarray = (self.flags & IS_FINISHED) != 0
+        return rows
 
     @property
     def failed(self) -> np.ndarray:
-        """bool [B]: rows that are in error."""
-        return (self.flags & IS_ERROR) != 0
+        """Rows that are in error: bool [B]."""
+        rows: np.ndarray = (self.flags & IS_ERROR) != 0
+        return rows
 
     @property
     def refilled(self) -> np.ndarray:
-        """bool [B]: rows that a waiting sequence took over."""
-        return (self.flags & IS_REFILLED) != 0
+        """Rows that a waiting sequence took over: bool [B]."""
+        rows: np.ndarray = (self.flags & IS_REFILLED) != 0
+        return rows
 
 
 class Mailbox:

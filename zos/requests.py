@@ -38,9 +38,9 @@ class Request:
 class RequestScheduler:
     """What a loop does for requests: slots, batch rows and the ready queue, decided from records alone, never by asking the device.
 
-    A request runs in the batch while there are rows; past that it waits in the ready queue, from which `commit` refills rows on the
-    device. The host learns of that from the records, so its edits of the batch are compare-and-set: one that came too late is refused
-    whole, and the next replay sets the batch anew.
+    A request runs in the batch while there are rows; past that it waits in the ready queue, from which `commit` refills rows on
+    the device. The host learns of that from the records, so its edits of the batch are compare-and-set: one that came too late
+    is refused whole, and the next replay sets the batch anew.
 
     Parameters
     ----------

@@ -9,7 +9,7 @@ from zos.arguments import whole_number
 from zos.bounded_replay import plan_bounded_replay
 from zos.bounds import SequenceBounds
 from zos.edits import Edit, StagedEdits
-from zos.geometry import RingGeometry
+from zos.geometry import CompressionRing, RingGeometry
 from zos.table import SequenceTable
 
 
@@ -26,6 +26,8 @@ class SequenceEdits:
         Tokens per step.
     max_prefill_tokens : int
         Tokens of a prefill step.
+    compression : tuple of CompressionRing
+        Compression rings: what a prefix hit must leave them.
     bounds : SequenceBounds
         What the host knows of each sequence's length.
     """
@@ -36,11 +38,13 @@ class SequenceEdits:
         edits: StagedEdits,
         geometry: RingGeometry,
         max_prefill_tokens: int,
+        compression: tuple[CompressionRing, ...],
         bounds: SequenceBounds,
     ) -> None:
         self.table = table
         self.geometry = geometry
         self.max_prefill_tokens = max_prefill_tokens
+        self.compression = compression
         self._edits = edits
         self._bounds = bounds
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
@@ -143,6 +147,8 @@ class SequenceEdits:
                     )
             plan = plan_bounded_replay(prefix_hit, prompt_end, self.geometry.window)
             q_start, swa_valid_start, kv_cached_end = plan
+            if plan.kv_cached_end > 0:
+                self._check_pooled(state_id)
         q_start = whole_number("q_start", q_start, 0)
         swa_valid_start = whole_number("swa_valid_start", swa_valid_start, 0)
         if swa_valid_start > q_start:
@@ -201,6 +207,16 @@ class SequenceEdits:
         self._bounds.release(state_id)
         self._edits.stage(state_id, Edit.RELEASE)
         del self._stop_at[state_id]
+
+    def _check_pooled(self, state_id: int | str) -> None:
+        """Raise ValueError if the first entry after a prefix hit would pool tokens below those that are computed again."""
+        window = self.geometry.window
+        for ring in self.compression:
+            if ring.pooled_tokens > window + 1:
+                raise ValueError(
+                    f"prefix_hit given for state_id {state_id}, but an entry of compression ratio {ring.ratio} pools "
+                    f"{ring.pooled_tokens} tokens, and only the window={window} tokens before the hit are computed again"
+                )
 
     def _state_id(self, state_id: int, padding: bool = False) -> int:
         number = whole_number("state_id", state_id, -(2**63), 2**63 - 1)

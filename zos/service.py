@@ -88,7 +88,7 @@ class MetadataService(BatchEdits):
         whole_number("max_batch * (window + tokens_per_step)", max_batch * (geometry.window + step), 1)
         if token_layout not in TOKEN_LAYOUTS:
             raise ValueError(f"token_layout={token_layout!r} is none of {', '.join(TOKEN_LAYOUTS)}")
-        self.compression = compression_rings(compression_ratios, step)
+        compression = compression_rings(compression_ratios, step)
         self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
 
@@ -99,7 +99,9 @@ class MetadataService(BatchEdits):
         self._batches = torch.full(shape, -1, dtype=torch.int32, device=self.device)
         edits = StagedEdits(table, self._batches, step, max_prefill_tokens)
         self._counters_host, self.operator_counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
-        super().__init__(table, edits, geometry, max_prefill_tokens, max_batch, token_layout, self.metadata_slots)
+        super().__init__(
+            table, edits, geometry, max_prefill_tokens, compression, max_batch, token_layout, self.metadata_slots
+        )
         self._order = StreamOrder(self.device)
         self._order.keep_until_launched(self, self._edits, self._counters_host)
 
@@ -160,11 +162,9 @@ class MetadataService(BatchEdits):
         ValueError, EditsDuringCaptureError, KernelNotReadyError
             As prepare.
         """
-        state = self._slot(slot)
-        if state.prefill_buffers is None:
-            raise ValueError(f"slot={slot} has no prefill batch: call set_prefill_batch first")
+        state, buffers = self._slot(slot), self._prefill_buffers(slot)
         self.flush()
-        metadata = state.prefill_buffers.view(state.prefill_batch, full_index)
+        metadata = buffers.view(state.prefill_batch, full_index)
         self.launch_prepare(metadata)
         if not self._order.capturing():
             metadata.origin.prepared_batch = state.prefill_batch
@@ -387,6 +387,10 @@ class MetadataService(BatchEdits):
         """Metadata of a slot as a prepare of that shape returns it, without preparing."""
         return self._slot(slot).buffers.view(batch, tokens)
 
+    def slot_prefill_metadata(self, slot: int, batch: int, full_index: bool) -> PrefillMetadata:
+        """Metadata of a slot as a prepare_prefill of that shape returns it, without preparing; after its first prefill batch."""
+        return self._prefill_buffers(slot).view(batch, full_index)
+
     def launch_prepare(self, metadata: StepMetadata) -> None:
         """Launch a prepare into `metadata`, flushing and counting nothing: what a captured step consists of."""
         self._order.join()
@@ -419,6 +423,12 @@ class MetadataService(BatchEdits):
             slot, self._batches[row], self.table, self.operator_counters, self.geometry, self.compression,
             self.max_prefill_tokens,
         )  # fmt: skip
+
+    def _prefill_buffers(self, slot: int) -> PrefillBuffers:
+        buffers = self._slot(slot).prefill_buffers
+        if buffers is None:
+            raise ValueError(f"slot={slot} has no prefill batch: call set_prefill_batch first")
+        return buffers
 
 
 def _as_tensor(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -73,21 +73,21 @@ class AcceptanceModel:
 
     def _kept(self, tickets: Any, drafts: Any) -> Any:
         """num_kept by tickets int64 [B, 4] and draft numbers [D]: torch tensors, or NumPy arrays."""
-        sequence = _mixed(self._seed ^ (tickets[:, 0] << 32) ^ tickets[:, 1])
-        hashed = _mixed(_mixed(sequence ^ tickets[:, 2])[:, None] ^ drafts[None, :])
-        accepted = _shifted(hashed, 64 - CHANCE_BITS) < self._below
+        sequence = mixed(self._seed ^ (tickets[:, 0] << 32) ^ tickets[:, 1])
+        hashed = mixed(mixed(sequence ^ tickets[:, 2])[:, None] ^ drafts[None, :])
+        accepted = shifted(hashed, 64 - CHANCE_BITS) < self._below
         asked = tickets[:, 3]
         leading = (accepted & (drafts[None, :] < asked[:, None])).cumprod(1).sum(1)
         return leading + (asked > 0)
 
 
-def _mixed(bits: Any) -> Any:
+def mixed(bits: Any) -> Any:
     """Hash each int64."""
-    bits = (bits ^ _shifted(bits, 30)) * MULTIPLIER_1
-    bits = (bits ^ _shifted(bits, 27)) * MULTIPLIER_2
-    return bits ^ _shifted(bits, 31)
+    bits = (bits ^ shifted(bits, 30)) * MULTIPLIER_1
+    bits = (bits ^ shifted(bits, 27)) * MULTIPLIER_2
+    return bits ^ shifted(bits, 31)
 
 
-def _shifted(bits: Any, places: int) -> Any:
+def shifted(bits: Any, places: int) -> Any:
     """Shift right without a sign: int64 alone would fill in copies of it."""
     return (bits >> places) & (2 ** (64 - places) - 1)

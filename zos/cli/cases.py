@@ -1,4 +1,4 @@
-"""Random cases for `zos parity`: tables, batches, edits and results that crowd around every rule's edges."""
+"""Random cases for `zos parity`: tables, edits and results that crowd around every rule's edges."""
 
 from __future__ import annotations
 
@@ -18,15 +18,6 @@ LONGEST_RESET_PROMPT = 64  # keeps resets legal beside the stop_at of any admit 
 
 
 @dataclass(frozen=True)
-class Batch:
-    """Rows of a prepare."""
-
-    state_ids: np.ndarray  # int32 [B]: what the host may ask for
-    device_ids: np.ndarray  # int32 [B]: the same, or with ids that no host call would let through
-    max_tokens: int | None
-
-
-@dataclass(frozen=True)
 class Result:
     """What a step found out, as commit takes it."""
 
@@ -37,15 +28,25 @@ class Result:
 
 def random_table(rng: np.random.Generator, setup: Setup) -> tuple[np.ndarray, np.ndarray | None]:
     """Make int32 [capacity, 16] records, and int64 [capacity, Q] token ids where they are carried."""
-    size, step = setup.capacity, setup.geometry.tokens_per_step
+    size, step, longest = setup.capacity, setup.geometry.tokens_per_step, setup.max_prefill_tokens
+    chunky = int(rng.choice([4, 4, 80, 400]))  # weight of a fifth of the chunks beside 1000 of other lengths
 
     def near(value: np.ndarray | int, below: int, above: int) -> np.ndarray:
         return value + rng.integers(-below, above + 1, size)
 
     q_start = _positions(rng, setup, size)
     prompt_end = _mix(
-        rng, [(70, 0), (10, near(q_start, 1, 3 * step)), (10, near(q_start, 0, 40)), (10, q_start + 10_000)]
+        rng,
+        [
+            (60, 0),
+            (10, near(q_start, 1, 3 * step)),
+            (10, near(q_start, 0, 40)),
+            (10, near(q_start, 0, 3 * longest)),
+            (10, q_start + 10_000),
+        ],
     )
+    chunk = _chunk_lengths(rng, setup, size)
+    ends = np.where(prompt_end > q_start, prompt_end, LARGEST_POSITION).clip(None, LARGEST_POSITION)
     columns: dict[str, Any] = {
         "phase": _mix(
             rng,
@@ -67,6 +68,8 @@ def random_table(rng: np.random.Generator, setup: Setup) -> tuple[np.ndarray, np
                 (20, near(-1, 3, 0)),
                 (20, rng.integers(INT32.min, INT32.max, size)),
                 (20, prompt_end - q_start),
+                (chunky, chunk),
+                (4 * chunky, np.minimum(chunk, ends - q_start)),
             ],
         ),
         "q_start": q_start,
@@ -91,12 +94,13 @@ def random_table(rng: np.random.Generator, setup: Setup) -> tuple[np.ndarray, np
             rng,
             [
                 (70, np.zeros(size, np.int64)),
-                (24, near(q_start, 0, step + 2)),
+                (16, near(q_start, 0, step + 2)),
+                (8, near(q_start, 0, longest)),
                 (4, near(q_start, 9, 0)),
                 (2, -5),
             ],
         ),
-        "chunk_q": _mix(rng, [(30, 0), (70, near(1, 0, setup.max_prefill_tokens - 1))]),
+        "chunk_q": _mix(rng, [(30, 0), (70, np.minimum(_chunk_lengths(rng, setup, size), longest))]),
         "decode_q": _mix(rng, [(50, 0), (50, near(1, 0, step - 1))]),
     }
     records = np.zeros((size, len(COLUMNS)), np.int32)
@@ -117,39 +121,24 @@ def tamper(rng: np.random.Generator, setup: Setup, records: np.ndarray) -> np.nd
     return changed
 
 
-def random_batch(rng: np.random.Generator, setup: Setup) -> Batch:
-    """Make any number of rows up to max_batch, padding anywhere, with or without a token budget."""
-    step, most = setup.geometry.tokens_per_step, setup.max_batch
-    rows = _one_of(rng, rng.integers(0, min(most, 9)), *rng.integers(1, most + 1, 7), most)
-    ids = rng.permutation(setup.capacity)[:rows].astype(np.int32)
-    ids[rng.random(rows) < rng.choice([0.0, 0.1, 0.5])] = -1
-    foreign = ids.copy()
-    if rng.random() < 0.1:
-        strange = rng.choice([INT32.min, -2, setup.capacity, setup.capacity + 1, INT32.max], rows)
-        foreign = np.where(rng.random(rows) < 0.1, strange, ids).astype(np.int32)
-    budget = None
-    if setup.token_layout == "packed" and rows > 0 and rng.random() < 0.4:
-        budget = int(rng.integers(step, rows * step + 1))
-    return Batch(ids, foreign, budget)
-
-
 def random_result(rng: np.random.Generator, setup: Setup, tickets: np.ndarray) -> Result:
     """Make the result of rows with these tickets: mostly sane for a live row, anything for a padding row."""
-    rows, q = len(tickets), tickets[:, 3].astype(np.int64)
-    sane = 1 + np.floor(rng.random(rows) * q).astype(np.int64)
+    rows, step, q = len(tickets), setup.geometry.tokens_per_step, tickets[:, 3].astype(np.int64)
+    some = 1 + np.floor(rng.random(rows) * q).astype(np.int64)
+    sane = np.where((q > step) & (rng.random(rows) < 0.9), q, some)  # a chunk counts whole or not at all
     garbage = rng.integers(INT32.min, INT32.max, rows)
-    num_kept = _mix(
-        rng, [(70, np.minimum(sane, np.maximum(q, 1))), (10, q), (10, 0), (2, -1), (3, q + 1), (5, garbage)]
-    )
+    num_kept = _mix(rng, [(80, np.minimum(sane, np.maximum(q, 1))), (10, q), (10, 0)])
+    if rng.random() < 0.5:  # not always, or few sequences would live for long
+        num_kept = _mix(rng, [(85, num_kept), (3, -1), (4, q + 1), (8, garbage)])
     finished = rng.random(rows) < 0.15 if rng.random() < 0.5 else None
-    tokens = _tokens(rng, (rows, setup.geometry.tokens_per_step)) if setup.carry_tokens and rng.random() < 0.7 else None
+    tokens = _tokens(rng, (rows, step)) if setup.carry_tokens and rng.random() < 0.7 else None
     return Result(np.where(q > 0, num_kept, garbage).astype(np.int32), finished, tokens)
 
 
 def forge_tickets(
     rng: np.random.Generator, setup: Setup, state_ids: np.ndarray, tickets: np.ndarray, records: np.ndarray
 ) -> np.ndarray:
-    """Replace some rows' tickets by those of a chunk of any length, which only a prefill would prepare."""
+    """Replace some rows' tickets by those of a chunk of any length, as a prefill of another table might have left."""
     forged = tickets.copy()
     column = {name: records[:, place].astype(np.int64) for place, name in enumerate(COLUMNS)}
     for row in np.flatnonzero((state_ids >= 0) & (state_ids < setup.capacity) & (rng.random(len(tickets)) < 0.2)):
@@ -173,8 +162,8 @@ def random_edits(rng: np.random.Generator, setup: Setup) -> list[Edit]:
             edits += [("release", (state_id,), {}), ("admit", (state_id,), _admission(rng, setup))]
             continue
         values = {
-            "reset": [_one_of(rng, 0, rng.integers(1, LONGEST_RESET_PROMPT + 1))],
-            "set_seqlen_q": [_one_of(rng, rng.integers(0, step + 1), rng.integers(0, longest + 1))],
+            "reset": [one_of(rng, 0, rng.integers(1, LONGEST_RESET_PROMPT + 1))],
+            "set_seqlen_q": [one_of(rng, rng.integers(0, step + 1), rng.integers(0, longest + 1))],
             "set_valid_start": [int(_positions(rng, setup, 1)[0].clip(0))],
         }
         edits.append((kind, (state_id, *values.get(kind, [])), {}))
@@ -185,24 +174,25 @@ def _admission(rng: np.random.Generator, setup: Setup) -> dict[str, Any]:
     """Make keywords of an admit that the service accepts."""
     step = setup.geometry.tokens_per_step
     q_start = int(_positions(rng, setup, 1)[0].clip(0, LARGEST_POSITION - step))
-    prompt_end = _one_of(rng, 0, min(q_start + int(rng.integers(1, 5 * step)), LARGEST_POSITION))
+    prompt = one_of(rng, rng.integers(1, 5 * step), rng.integers(1, 3 * setup.max_prefill_tokens))
+    prompt_end = one_of(rng, 0, min(q_start + prompt, LARGEST_POSITION))
     ends = max(q_start + 1, prompt_end, LONGEST_RESET_PROMPT) + int(rng.integers(0, step))
     most = min(prompt_end - q_start, setup.max_prefill_tokens) if q_start < prompt_end else step
     return {
         "q_start": q_start,
         "seqlen_q": int(rng.integers(0, most + 1)) if rng.random() < 0.5 else None,
-        "swa_valid_start": _one_of(rng, 0, rng.integers(max(0, q_start - 200), q_start + 1)),
-        "stop_at": _one_of(rng, 0, min(ends, LARGEST_POSITION)),
+        "swa_valid_start": one_of(rng, 0, rng.integers(max(0, q_start - 200), q_start + 1)),
+        "stop_at": one_of(rng, 0, min(ends, LARGEST_POSITION)),
         "prompt_end": prompt_end,
         "chunk_q": int(rng.integers(0, setup.max_prefill_tokens + 1)),
         "decode_q": int(rng.integers(0, step + 1)),
-        "kv_cached_end": _one_of(rng, 0, q_start, INT32.max),
+        "kv_cached_end": one_of(rng, 0, q_start, INT32.max),
         "tokens": _tokens(rng, (int(rng.integers(0, step + 1)),)).tolist() if setup.carry_tokens else None,
     }
 
 
 def _positions(rng: np.random.Generator, setup: Setup, size: int) -> np.ndarray:
-    """Positions near 0, W, R, multiples of R or of compression entries, 2^31 - 7, anywhere; few negative."""
+    """Positions near 0, W, R, multiples of R or of compression entries, the largest, anywhere; few negative."""
     geometry, step = setup.geometry, setup.geometry.tokens_per_step
     entries = setup.compression[0].entries if setup.compression else geometry.ring
     close = rng.integers(-step, step + 1, size)
@@ -218,9 +208,28 @@ def _positions(rng: np.random.Generator, setup: Setup, size: int) -> np.ndarray:
             (14, rng.integers(0, 100_000, size)),
             (5, rng.integers(0, LARGEST_POSITION, size)),
             (5, LARGEST_POSITION - 6 + np.minimum(close, 6)),
+            (5, LARGEST_POSITION - _chunk_lengths(rng, setup, size)),
         ],
     )
     return np.where(rng.random(size) < 0.01, -1 - np.abs(close), found.clip(0, LARGEST_POSITION))
+
+
+def _chunk_lengths(rng: np.random.Generator, setup: Setup, size: int) -> np.ndarray:
+    """Tokens of chunks, 1 up to one beyond a prefill: many short ones, so that several fit, and near R - W and R."""
+    ring, longest = setup.geometry.ring, setup.max_prefill_tokens
+    close = rng.integers(-2, 3, size)
+    found = _mix(
+        rng,
+        [
+            (45, np.exp(rng.uniform(0, np.log(longest + 1), size)).astype(np.int64)),
+            (20, rng.integers(1, longest + 1, size)),
+            (5, ring - setup.geometry.window + close),
+            (10, ring + close),
+            (12, longest),
+            (8, longest - 1 + close),
+        ],
+    )
+    return found.clip(1, longest + 1)
 
 
 def _mix(rng: np.random.Generator, choices: list[tuple[int, Any]]) -> np.ndarray:
@@ -231,7 +240,8 @@ def _mix(rng: np.random.Generator, choices: list[tuple[int, Any]]) -> np.ndarray
     return np.choose(kinds, columns)
 
 
-def _one_of(rng: np.random.Generator, *choices: int | np.integer[Any]) -> int:
+def one_of(rng: np.random.Generator, *choices: int | np.integer[Any]) -> int:
+    """Choose one of them."""
     return int(choices[rng.integers(len(choices))])
 
 

@@ -26,7 +26,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "parity",
         help="compare the paths of the service with the oracle and each other on random cases",
         description="Compare every path that this machine has with the oracle and each other, bit for bit, "
-        "on random tables, batches, results and edits. A case is a batch row. Exit code 1 if any differs.",
+        "on random tables, decode and prefill batches, results and edits. A case is a batch row. Exit code 1 if any "
+        "differs.",
     )
     parser.add_argument("--cases", type=whole(1), help=f"stop after so many cases (default {DEFAULT_CASES:,})")
     parser.add_argument("--seconds", type=real(0, LONGEST_SECONDS), help="stop after so many seconds")

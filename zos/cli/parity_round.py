@@ -7,24 +7,27 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from zos.cli.cases import (
-    Batch,
-    Result,
-    forge_tickets,
-    random_batch,
-    random_edits,
-    random_result,
-    random_table,
-    tamper,
-)
+from zos.cli.cases import Result, forge_tickets, random_edits, random_result, random_table, tamper
 from zos.cli.compare import POISON, first_mismatch, metadata_arrays, poison
-from zos.cli.oracle import Oracle
+from zos.cli.oracle_prefill import PrefillOracle
+from zos.cli.parity_batches import Batch, DecodeBatch, PrefillBatch
 from zos.cli.setups import SLOTS, Setup
-from zos.metadata import DecodeMetadata
+from zos.metadata import StepMetadata
 from zos.service import MetadataService
 
-# What follows the first prepare of a round, and how often
-ACTIONS = {"prepare": 0.3, "commit": 0.35, "repeat": 0.1, "edit": 0.15, "tamper": 0.1}
+# What happens in a round, and how often. A prefill has few rows and gives few cases, so it comes more often.
+ACTIONS = {
+    "prepare": 0.06,
+    "prepare_prefill": 0.32,
+    "advance": 0.3,
+    "commit": 0.14,
+    "repeat": 0.06,
+    "edit": 0.06,
+    "tamper": 0.06,
+}
+LONGEST_ADVANCE = 6  # steps
+BATCHES: dict[str, type[Batch]] = {"prepare": DecodeBatch, "prepare_prefill": PrefillBatch}
+Prepare = tuple[str, int]  # (which of them, slot): buffers of their own, prepared and committed apart
 
 
 class Mismatch(Exception):
@@ -37,7 +40,7 @@ class Rig:
 
     setup: Setup
     services: dict[str, MetadataService]
-    oracle: Oracle
+    oracle: PrefillOracle
 
     @classmethod
     def make(cls, setup: Setup, devices: tuple[str, ...]) -> Rig:
@@ -56,11 +59,10 @@ class Round:
     rng: np.random.Generator
     judged: bool
     cases: int = 0  # batch rows prepared
-    batches: dict[int, Batch] = field(default_factory=dict)  # slot -> batch set last
-    prepared: dict[int, dict[str, DecodeMetadata]] = field(default_factory=dict)  # slot -> path -> metadata
-    rows: dict[int, Batch] = field(default_factory=dict)  # slot -> batch of its last prepare
-    tickets: dict[int, np.ndarray] = field(default_factory=dict)  # slot -> tickets that a commit finds there
-    last: tuple[int, Result] | None = None  # slot and result committed last
+    batches: dict[Prepare, Batch] = field(default_factory=dict)  # set last
+    prepared: dict[Prepare, dict[str, StepMetadata]] = field(default_factory=dict)  # metadata by path
+    tickets: dict[Prepare, np.ndarray] = field(default_factory=dict)  # that a commit finds there
+    last: tuple[Prepare, Result] | None = None  # what was committed last
 
     def run(self) -> None:
         """Run it; raises Mismatch at the first difference."""
@@ -73,13 +75,15 @@ class Round:
                 svc.table.token_ids.copy_(torch.from_numpy(token_ids))
         self.counted = {path: svc.counters() for path, svc in self.rig.services.items()}
         self.oracle_counted = dict(self.rig.oracle.counters)
-        self._prepare(0)
-        for action in self.rng.choice(list(ACTIONS), self.rng.integers(2, 7), p=list(ACTIONS.values())):
+        self._prepare((str(self.rng.choice(list(BATCHES), p=[0.3, 0.7])), 0), redraw=True)
+        for action in self.rng.choice(list(ACTIONS), self.rng.integers(2, 13), p=list(ACTIONS.values())):
             self._act(str(action))
 
     def _act(self, action: str) -> None:
-        if action == "prepare":
-            return self._prepare(int(self.rng.integers(SLOTS)))
+        if action in BATCHES:
+            return self._prepare((action, int(self.rng.integers(SLOTS))), redraw=bool(self.rng.random() < 0.5))
+        if action == "advance":
+            return self._advance()
         if action == "repeat" and self.last is not None:
             self._commit(*self.last)
         elif action == "edit":
@@ -91,12 +95,22 @@ class Round:
         elif action == "tamper":
             self._load(tamper(self.rng, self.rig.setup, self._records()))
         else:
-            slot = int(self.rng.choice(list(self.tickets)))
+            which = self._any_prepared()
             if self.rng.random() < 0.1:
-                self._forge(slot)
-            self.last = (slot, random_result(self.rng, self.rig.setup, self.tickets[slot]))
-            self._commit(*self.last)
+                self._forge(which)
+            self._commit_result(which)
         self._compare_tables(action)
+
+    def _advance(self) -> None:
+        """Steps as an engine makes them, over batches that stay: what a commit left is what the next prepare finds."""
+        for _ in range(self.rng.integers(1, LONGEST_ADVANCE + 1)):
+            which = self._any_prepared()
+            self._prepare(which)
+            self._commit_result(which)
+            self._compare_tables("commit")
+
+    def _any_prepared(self) -> Prepare:
+        return list(self.tickets)[self.rng.integers(len(self.tickets))]
 
     def _load(self, records: np.ndarray) -> None:
         if self.judged:
@@ -108,58 +122,56 @@ class Round:
         """Return the table as the first path has it."""
         return next(iter(self.rig.services.values())).table.records.cpu().numpy().copy()
 
-    def _prepare(self, slot: int) -> None:
-        setup = self.rig.setup
-        if slot not in self.batches or self.rng.random() < 0.5:
-            self._set_batch(slot, random_batch(self.rng, setup))
-        batch = self.batches[slot]
-        rows = len(batch.device_ids)
-        tokens = rows * setup.geometry.tokens_per_step if batch.max_tokens is None else batch.max_tokens
-        self.cases += rows
-        expected = None
-        if self.judged:
-            expected = self.rig.oracle.prepare(batch.device_ids, setup.token_layout, batch.max_tokens)
-        self.prepared[slot], self.rows[slot] = {}, batch
-        if self.last is not None and self.last[0] == slot and len(self.last[1].num_kept) != rows:
+    def _prepare(self, which: Prepare, redraw: bool = False) -> None:
+        action, slot = which
+        if redraw or which not in self.batches:
+            self._set_batch(which, BATCHES[action].draw(self.rng, self.rig.setup))
+        batch = self.batches[which]
+        self.cases += batch.rows
+        expected = batch.expected(self.rig.oracle) if self.judged else None
+        self.prepared[which] = {}
+        if self.last is not None and self.last[0] == which and len(self.last[1].num_kept) != batch.rows:
             self.last = None  # its result has another number of rows than the slot now
         for path, svc in self.rig.services.items():
-            whole = svc.slot_metadata(slot, setup.max_batch, setup.max_batch * setup.geometry.tokens_per_step)
+            whole = batch.storage(svc, slot)
             poison(whole)
-            metadata = self.prepared[slot][path] = svc.prepare(slot)
-            if (metadata.batch, metadata.tokens) != (rows, tokens):
-                raise Mismatch(f"prepare: {path} made {metadata.batch} rows and {metadata.tokens} tokens of {batch}")
+            metadata = self.prepared[which][path] = batch.prepare(svc, slot)
+            if (metadata.batch, metadata.tokens) != (batch.rows, batch.tokens):
+                raise Mismatch(f"{action}: {path} made {metadata.batch} rows and {metadata.tokens} tokens of {batch}")
             actual = metadata_arrays(metadata)
             expected = expected or actual
-            self._compare("prepare", path, actual, expected)
+            self._compare(action, path, actual, expected)
             for name, array in metadata_arrays(whole).items():
-                if name != "num_tokens" and (array[len(actual[name]) :] != POISON).any():
-                    raise Mismatch(f"prepare: {path} wrote {name} beyond its {len(actual[name])} elements")
+                written = len(actual.get(name, ()))  # nothing of an output that was not asked for
+                if name != "num_tokens" and (array[written:] != POISON).any():
+                    raise Mismatch(f"{action}: {path} wrote {name} beyond its {written} elements")
         assert expected is not None
-        self.tickets[slot] = expected["tickets"].copy()
-        self._compare_tables("prepare")
+        self.tickets[which] = expected["tickets"].copy()
+        self._compare_tables(action)
 
-    def _set_batch(self, slot: int, batch: Batch) -> None:
-        self.batches[slot] = batch
-        rows = len(batch.state_ids)
-        used = rows - int(np.argmax(batch.state_ids[::-1] != -1)) if (batch.state_ids != -1).any() else 0
+    def _set_batch(self, which: Prepare, batch: Batch) -> None:
+        self.batches[which], slot = batch, which[1]
         for svc in self.rig.services.values():
-            svc.set_batch(batch.state_ids[:used].tolist(), batch=rows, max_tokens=batch.max_tokens, slot=slot)
+            batch.set_on(svc, slot)
             if not np.array_equal(batch.device_ids, batch.state_ids):
                 svc.flush()
-                state_ids = svc.slot_metadata(slot, rows, rows * self.rig.setup.geometry.tokens_per_step).state_ids
-                state_ids.copy_(torch.from_numpy(batch.device_ids))
+                batch.storage(svc, slot).state_ids[: batch.rows].copy_(torch.from_numpy(batch.device_ids))
 
-    def _forge(self, slot: int) -> None:
-        state_ids = self.rows[slot].device_ids
-        forged = forge_tickets(self.rng, self.rig.setup, state_ids, self.tickets[slot], self._records())
-        self.tickets[slot] = forged
-        for metadata in self.prepared[slot].values():
+    def _forge(self, which: Prepare) -> None:
+        state_ids = self.batches[which].device_ids
+        forged = forge_tickets(self.rng, self.rig.setup, state_ids, self.tickets[which], self._records())
+        self.tickets[which] = forged
+        for metadata in self.prepared[which].values():
             metadata.tickets.copy_(torch.from_numpy(forged))
 
-    def _commit(self, slot: int, result: Result) -> None:
+    def _commit_result(self, which: Prepare) -> None:
+        self.last = (which, random_result(self.rng, self.rig.setup, self.tickets[which]))
+        self._commit(*self.last)
+
+    def _commit(self, which: Prepare, result: Result) -> None:
         if self.judged:
-            self.rig.oracle.commit(self.tickets[slot], result.num_kept, result.finished, result.next_tokens)
-        for path, metadata in self.prepared[slot].items():
+            self.rig.oracle.commit(self.tickets[which], result.num_kept, result.finished, result.next_tokens)
+        for path, metadata in self.prepared[which].items():
             svc = self.rig.services[path]
             svc.commit(
                 metadata,

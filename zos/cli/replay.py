@@ -7,14 +7,16 @@ import json
 import sys
 from pathlib import Path
 
+from zos.cli import InputError
 from zos.cli.options import check_output, chosen_device, real, whole
 from zos.cli.replay_report import check_plot, write_plot
-from zos.cli.replay_run import replay
+from zos.cli.replay_run import DEFAULT_MAX_PREFILL_TOKENS, replay
 from zos.cli.traces import read_trace
 from zos.service import TOKEN_LAYOUTS
 
 MISMATCH = 1  # exit code
 LARGEST_MAX_BATCH = 65_536
+LARGEST_MAX_PREFILL_TOKENS = 131_072
 LONGEST_STEP_MS = 1e9
 
 
@@ -23,8 +25,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "replay",
         help="decode a request trace, checking every step",
-        description="Decode a request trace with continuous batching on a simulated clock; prompts count as prefilled. "
-        "Exit code 1: a checked step differs; 2: bad input.",
+        description="Decode a request trace with continuous batching on a simulated clock. Prompts count as prefilled, unless "
+        "--chunk, --max-prefill-tokens or --ring is given or the trace has hash_ids: then they are prefilled in chunks, but for "
+        "what a prefix hit saves. Exit code 1: a checked step differs; 2: bad input.",
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="Azure CSV or Mooncake JSON lines")
     parser.add_argument(
@@ -40,6 +43,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--acceptance", type=_probability, default=0.7, metavar="P", help="chance of each draft (0.7)")
     parser.add_argument("--seed", type=int, default=0, help="of the acceptance model (0)")
     parser.add_argument("--layout", choices=TOKEN_LAYOUTS, default="packed", help="token layout (packed)")
+    tokens = whole(1, LARGEST_MAX_PREFILL_TOKENS)
+    parser.add_argument("--chunk", type=tokens, metavar="N", help="prompt tokens of a row in a step (M)")
+    parser.add_argument(
+        "--max-prefill-tokens", type=tokens, metavar="M", help=f"prompt tokens of a step ({DEFAULT_MAX_PREFILL_TOKENS})"
+    )
+    parser.add_argument("--ring", action="store_true", help="store, load and check a latent of every token")
     parser.add_argument(
         "--check",
         type=_check,
@@ -53,6 +62,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Replay, print the table, write the files; returns 1 on any mismatch."""
+    largest_chunk = arguments.max_prefill_tokens or DEFAULT_MAX_PREFILL_TOKENS
+    if arguments.chunk and arguments.chunk > largest_chunk:
+        raise InputError(f"--chunk {arguments.chunk} exceeds --max-prefill-tokens {largest_chunk}")
     requests = read_trace(arguments.trace)[: arguments.limit]
     arguments.device = chosen_device(arguments.device)
     if arguments.plot:

@@ -9,17 +9,21 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+import device_kernels.ring_load
+import device_kernels.ring_store
 import zos.ops
-from zos.metadata import DecodeMetadata
+from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.service import MetadataService
 
 STEPS_SPARED = 8  # steps never profiled: what a first step loads is over by then
 STEPS_PROFILED = 256  # a profiler slows the host, so the rest of the run is spared
 SPAN = "zos replay"
 WAIT = "Synchronize"  # in the name of every CUDA call that waits: for a device, a stream, an event
-REPLAY = "cudaGraphLaunch"  # one a step
+REPLAY = "cudaGraphLaunch"  # one for each of a step's batches
 LAUNCH = "LaunchKernel"  # outside a graph: edits
-LAST_KERNEL = "commit"  # of the metadata kernels of a step
+LAST_KERNEL = "commit"  # of the metadata kernels of a batch
+RING_KERNELS = {*device_kernels.ring_store.KERNELS, *device_kernels.ring_load.KERNELS}
+METADATA_KERNELS = {kernel.name for kernel in zos.ops.KERNELS if kernel not in RING_KERNELS}
 
 
 class Meter:
@@ -36,11 +40,11 @@ class Meter:
     launches_per_step : float or None
         Launches of prepare, commit and edits.
     other_launches_per_step : float or None
-        Everything else on the device: kernels of the acceptance model, copies of the checks.
+        Everything else on the device: kernels of the acceptance model and of the ring, copies of the checks.
     waits_per_step : float or None
         Calls in which the host waits for the device.
     waits_per_plain_step : float or None
-        The same, in steps without edits.
+        The same, in steps without edits; a step's second batch counts as a step of its own.
     """
 
     what = ""
@@ -56,8 +60,8 @@ class Meter:
     def before_step(self, step: int, halfway: bool) -> None:
         """Call it before everything that belongs to step `step` (from 0); `halfway` once half of the requests are admitted."""
 
-    def after_step(self) -> None:
-        """Call it when the step is launched."""
+    def after_step(self, batches: int) -> None:
+        """Call it when the step is launched: 1 batch, or 2 with a prefill batch beside the decode batch."""
 
     def finish(self, steps: int) -> None:
         """Call it when all steps are over; `steps` is their number."""
@@ -81,6 +85,14 @@ class ClockedService(MetadataService):
         self.flush()
         begin = time.perf_counter()
         metadata: DecodeMetadata = super().prepare(slot)
+        self._count(begin)
+        return metadata
+
+    def prepare_prefill(self, slot: int = 0, full_index: bool = False) -> PrefillMetadata:
+        """Clocked like prepare."""
+        self.flush()
+        begin = time.perf_counter()
+        metadata: PrefillMetadata = super().prepare_prefill(slot, full_index)
         self._count(begin)
         return metadata
 
@@ -110,7 +122,7 @@ class HostClock(Meter):
         """Remember the clock."""
         self._us = self._service.metadata_us
 
-    def after_step(self) -> None:
+    def after_step(self, batches: int) -> None:
         """Read it."""
         self.metadata_us.append(self._service.metadata_us - self._us)
 
@@ -130,6 +142,7 @@ class ProfiledSteps(Meter):
         self._profile: Any = None
         self._span: Any = None
         self._steps = 0  # in the closed window
+        self._batches: list[int] = []  # by step of the window: commits that end it
 
     def before_step(self, step: int, halfway: bool) -> None:
         """Open or close the window when it is time to."""
@@ -142,6 +155,11 @@ class ProfiledSteps(Meter):
             self._span.__enter__()
         elif step == self.first + STEPS_PROFILED:
             self._close(step)
+
+    def after_step(self, batches: int) -> None:
+        """Remember how many commits the step has."""
+        if self._profile is not None and not self._steps:
+            self._batches.append(batches)
 
     def finish(self, steps: int) -> None:
         """Close the window, if it is still open, and read what was seen."""
@@ -162,16 +180,18 @@ class ProfiledSteps(Meter):
         self._steps = step - self.first
 
     def _read_kernels(self, kernels: list[Any]) -> None:
-        names = {kernel.name for kernel in zos.ops.KERNELS}
-        own = [kernel for kernel in kernels if kernel.name in names]
+        own = [kernel for kernel in kernels if kernel.name in METADATA_KERNELS]
         self.launches_per_step = len(own) / self._steps
         self.other_launches_per_step = (len(kernels) - len(own)) / self._steps
-        total = 0.0
-        for kernel in own:
-            total += kernel.time_range.elapsed_us()
-            if kernel.name == LAST_KERNEL:
-                self.metadata_us.append(total)
-                total = 0.0
+        left = iter(own)
+        for commits in self._batches:
+            total = 0.0
+            for kernel in left:
+                total += kernel.time_range.elapsed_us()
+                commits -= kernel.name == LAST_KERNEL
+                if not commits:
+                    self.metadata_us.append(total)
+                    break
 
     def _read_calls(self, names: list[str]) -> None:
         """Count waits in the host's calls, given in order: a step's edits are launched before its graph."""

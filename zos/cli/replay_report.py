@@ -26,6 +26,7 @@ class Report:
     device: str  # name of what it ran on
     on_gpu: bool
     judges: str  # what checked steps were held against
+    ring_entries: int | None  # compared with the dense ring; None without a ring
     requests: int
     skipped: int  # requests without output
     scheduler: Scheduler
@@ -53,6 +54,8 @@ class Report:
             "checked_against": self.judges,
             "mismatches": self.checker.mismatches,
             "mismatch_examples": self.checker.examples,
+            "ring_entries_compared": self.ring_entries,
+            "prefill": self.scheduler.figures.summary() if self.scheduler.figures else None,
             "metadata_us": {
                 "what": self.meter.what,
                 "steps": len(times),
@@ -84,9 +87,12 @@ class Report:
             "tokens per step": _shown(s["tokens_per_step"]),
             "mean batch": f"{_shown(s['mean_batch'])}   (largest {s['largest_batch']})",
             "steps checked / mismatches": f"{s['steps_checked']} / {s['mismatches']}   ({self.judges})",
+            **_prefill_rows(s["prefill"]),
             "metadata µs, median, p99": metadata if times["steps"] else NOT_MEASURED,
             "launches per step": _shown(s["launches_per_step"]),
         }
+        if self.ring_entries is not None:
+            rows["ring entries compared"] = self.ring_entries
         if self.on_gpu:
             rows["other launches per step"] = _shown(s["other_launches_per_step"])
             rows["waits per step"] = waits
@@ -124,6 +130,20 @@ def write_plot(report: Report, path: Path) -> None:
     lower.set_xlabel("step")
     upper.set_title(f"zos replay: {report.requests} requests on {report.device}")
     figure.savefig(path, dpi=120)
+
+
+def _prefill_rows(figures: dict[str, int] | None) -> dict[str, str]:
+    """Rows of the table on prefill; none where prompts counted as prefilled."""
+    if figures is None:
+        return {}
+    hits = f"{figures['prefix_hits']}"
+    if figures["prefix_hits"]:
+        hits += f"   (tokens saved: {figures['tokens_saved']}, replayed: {figures['tokens_replayed']})"
+    prefilled, steps = figures["prompt_tokens_prefilled"], figures["prefill_steps"]
+    return {
+        "prompt tokens prefilled": f"{prefilled}   (in {steps} steps; rows deferred: {figures['deferred_rows']})",
+        "prefix hits": hits,
+    }
 
 
 def _rounded(value: float | None) -> float | None:

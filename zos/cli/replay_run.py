@@ -15,25 +15,39 @@ from zos.cli.acceptance import AcceptanceModel
 from zos.cli.options import usable
 from zos.cli.replay_check import StepChecker
 from zos.cli.replay_measure import ClockedService, HostClock, Meter, ProfiledSteps
+from zos.cli.replay_prefill import PrefillSteps
 from zos.cli.replay_report import Report
+from zos.cli.replay_ring import ReplayRing
+from zos.cli.replay_ring_check import RingChecker
 from zos.cli.replay_schedule import Scheduler
 from zos.cli.traces import Request
 from zos.loop import DecodeLoop
-from zos.metadata import DecodeMetadata
+from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.service import MetadataService
 
+DEFAULT_MAX_PREFILL_TOKENS = 8192
 
-class _TrackedStep:
-    """The loop's step: the acceptance model, and a trail that tells runs apart which kept anything else anywhere."""
 
-    def __init__(self, acceptance: AcceptanceModel, device: torch.device) -> None:
+class _TrackedModel:
+    """What a step does between prepare and commit, and a trail that tells runs apart which kept anything else anywhere."""
+
+    def __init__(self, acceptance: AcceptanceModel, ring: ReplayRing | None, device: torch.device) -> None:
         self._acceptance = acceptance
-        self.trail = torch.zeros(1, dtype=torch.int64, device=device)  # sum of num_kept * seqlens_k of all rows so far
+        self._ring = ring
+        # Sum of tokens kept * seqlens_k of all rows so far.
+        self.trail = torch.zeros(1, dtype=torch.int64, device=device)
 
-    def __call__(self, metadata: DecodeMetadata) -> torch.Tensor:
+    def decode(self, metadata: DecodeMetadata) -> torch.Tensor:
         num_kept = self._acceptance.step(metadata)
+        if self._ring is not None:
+            self._ring.decode(metadata, num_kept)
         self.trail += (num_kept.long() * metadata.seqlens_k).sum()
         return num_kept
+
+    def prefill(self, metadata: PrefillMetadata) -> None:
+        if self._ring is not None:
+            self._ring.prefill(metadata)
+        self.trail += (metadata.seqlens_q.long() * metadata.seqlens_k).sum()
 
 
 def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
@@ -47,31 +61,44 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
         The command's options.
     """
     served = [request for request in requests if request.output_tokens > 0]
+    # A ring holds what was stored, so there a prompt cannot count as prefilled.
+    asked = arguments.chunk or arguments.max_prefill_tokens or arguments.ring
+    prefilling = bool(asked or any(request.hash_ids for request in requests))
     service = _service(arguments.device, arguments)
     on_cuda = service.device.type == "cuda"
     acceptance = AcceptanceModel(arguments.acceptance, arguments.seed, service.geometry.draft_tokens, service.device)
-    step = _TrackedStep(acceptance, service.device)
-    loop = DecodeLoop(service, step)
-    scheduler = Scheduler(served, service, loop, acceptance, arguments.step_ms)
+    most_rows = max(1, min(len(served), service.max_batch))
+    ring = ReplayRing(service, most_rows) if arguments.ring else None
+    model = _TrackedModel(acceptance, ring, service.device)
+    loop = DecodeLoop(service, model.decode)
+    prefill = PrefillSteps(service, model.prefill, most_rows) if prefilling else None
+    chunk_q = arguments.chunk or service.max_prefill_tokens
+    scheduler = Scheduler(served, service, loop, acceptance, arguments.step_ms, prefill, chunk_q)
     other = "cpu" if on_cuda else "cuda"
     twin = _service(other, arguments) if arguments.check and usable(other) else None
-    checker = StepChecker(service, loop, scheduler, acceptance, twin)
+    ring_checker = RingChecker(service, ring) if ring is not None else None
+    checker = StepChecker(service, loop, scheduler, acceptance, twin, prefill, ring_checker)
 
     service.warmup()
-    largest = loop.bucket(min(len(served), service.max_batch))
+    largest = loop.bucket(most_rows)
     loop.capture([batch for batch in loop.buckets if batch <= largest])
+    if prefill is not None:
+        prefill.capture()
     meter: Meter = HostClock(service) if isinstance(service, ClockedService) else ProfiledSteps()
     allocated = _allocations() if on_cuda and not arguments.check else None  # checks copy to the host, and allocate
     begin = time.perf_counter()
-    with _progress(len(served)) as show:
+    with _progress(len(served)) as show, _one_thread():
         while scheduler.begin_step():
             number = len(scheduler.batch_sizes)
             checked = arguments.check > 0 and number % arguments.check == 0
             meter.before_step(number, halfway=2 * scheduler.admitted >= len(served))
             if checked:
                 checker.before_step()
-            loop.run()
-            meter.after_step()
+            if scheduler.prefill_batch and prefill is not None:
+                prefill.run()
+            if scheduler.batch:
+                loop.run()
+            meter.after_step(bool(scheduler.prefill_batch) + bool(scheduler.batch))
             scheduler.end_step()
             if checked:
                 checker.after_step()
@@ -81,11 +108,12 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     wall_s = time.perf_counter() - begin
     allocations = None if allocated is None else _allocations() - allocated
     meter.finish(len(scheduler.batch_sizes))
-    checker.finish(int(step.trail))
+    checker.finish(int(model.trail))
     return Report(
         device=f"{torch.cuda.get_device_name()}, CUDA graphs" if on_cuda else "CPU, Numba",
         on_gpu=on_cuda,
         judges=_judges(arguments, twin),
+        ring_entries=ring_checker.entries if ring_checker is not None else None,
         requests=scheduler.completed,
         skipped=len(requests) - len(served),
         scheduler=scheduler,
@@ -100,20 +128,38 @@ def _service(device: str, arguments: argparse.Namespace) -> MetadataService:
     """Make a service with a state for each row."""
     kind = ClockedService if device == "cpu" else MetadataService
     rows = arguments.max_batch
-    return kind(capacity=rows, max_batch=rows, device=device, token_layout=arguments.layout)
+    return kind(
+        capacity=rows,
+        max_batch=rows,
+        device=device,
+        max_prefill_tokens=arguments.max_prefill_tokens or DEFAULT_MAX_PREFILL_TOKENS,
+        token_layout=arguments.layout,
+    )
 
 
 def _judges(arguments: argparse.Namespace, twin: MetadataService | None) -> str:
     if not arguments.check:
         return "only the end of the run: table, counters and trail"
+    dense = ", dense ring" if arguments.ring else ""
     if twin is None:
-        return "against oracle and prediction; without a CUDA device there is no second path"
-    return f"against oracle, prediction and the {twin.device.type} path"
+        return f"against oracle{dense} and prediction; without a CUDA device there is no second path"
+    return f"against oracle{dense}, prediction and the {twin.device.type} path"
 
 
 def _allocations() -> int:
     """Count what torch's allocator has handed out on the GPU so far."""
     return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Keep torch's CPU operators on this thread: tensors are small, and a pool's barriers cost most where cores are busy."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 @contextmanager

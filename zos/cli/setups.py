@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from zos.cli.oracle import Oracle
+from zos.cli.oracle_prefill import PrefillOracle
 from zos.geometry import CompressionRing, RingGeometry
 from zos.service import MetadataService
 
@@ -43,9 +43,9 @@ class Setup:
         svc.flush()
         return svc
 
-    def oracle(self) -> Oracle:
+    def oracle(self) -> PrefillOracle:
         """Make the oracle of the same sizes."""
-        return Oracle(
+        return PrefillOracle(
             self.capacity,
             window=self.geometry.window,
             ring=self.geometry.ring,
@@ -63,31 +63,40 @@ SEED, ODD, ONE, WIDE = (
     RingGeometry(131, 7, 2**20),
 )
 SETUPS = (
-    Setup(SEED, "packed", (CompressionRing(2),)),
+    Setup(
+        SEED, "packed", (CompressionRing(2),), max_prefill_tokens=300
+    ),  # T > W + R: rows past the ring and its history
     Setup(
         SEED,
         "strided",
         (CompressionRing(2), CompressionRing(4, overlap=True), CompressionRing(128)),
         carry_tokens=True,
+        max_prefill_tokens=150,
     ),
     Setup(
         RingGeometry(128, 5, 133),
         "packed",
         (CompressionRing(128), CompressionRing(4, overlap=True)),
         carry_tokens=True,
+        max_prefill_tokens=600,
     ),
     Setup(ODD, "packed", (CompressionRing(2, 4),), carry_tokens=True, max_prefill_tokens=16),
-    Setup(ODD, "strided", (CompressionRing(3, 4, overlap=True),), max_prefill_tokens=3),
+    Setup(ODD, "strided", (CompressionRing(3, 4, overlap=True),), max_prefill_tokens=3),  # fewer than a decode step
+    Setup(ODD, "strided", (CompressionRing(2, 4), CompressionRing(5, 4)), carry_tokens=True, max_prefill_tokens=100),
     Setup(ONE, "packed", (CompressionRing(1, 1),), max_prefill_tokens=5),
     Setup(RingGeometry(1, 5), "strided", max_prefill_tokens=64),
-    Setup(WIDE, "packed", (CompressionRing(2, 8, entries=2**24),), capacity=2047),  # slots up to int32's end
-    Setup(WIDE, "strided", (CompressionRing(4, 8, entries=2**24 - 3),), capacity=2047),
-    Setup(RingGeometry(16, 5), "packed", (CompressionRing(2),), capacity=2600, max_batch=2500),  # two launches
-    Setup(RingGeometry(16, 5, 30), "strided", carry_tokens=True, capacity=2600, max_batch=2500),
+    # Slots up to int32's end
+    Setup(WIDE, "packed", (CompressionRing(2, 8, entries=2**24),), max_prefill_tokens=200, capacity=2047),
+    Setup(WIDE, "strided", (CompressionRing(4, 8, entries=2**24 - 3),), max_prefill_tokens=40, capacity=2047),
+    # Batches of two launches
+    Setup(RingGeometry(16, 5), "packed", (CompressionRing(2),), capacity=2600, max_batch=2500),
+    Setup(RingGeometry(16, 5, 30), "strided", carry_tokens=True, max_prefill_tokens=700, capacity=2600, max_batch=2500),
+    Setup(SEED, "packed", (CompressionRing(2),), carry_tokens=True, max_prefill_tokens=8192),
 )
+TOKENS_OF_A_ROW = 8  # prefill places that cost about what a row of a batch does
 
 
 def random_setup(rng: np.random.Generator) -> Setup:
-    """Choose a setup; one of long batches less often, so that each gets about as many rows."""
-    shares = np.array([1 / setup.max_batch for setup in SETUPS])
+    """Choose a setup; one of long batches or prefills less often, so that each takes about as long."""
+    shares = np.array([1 / max(setup.max_batch, setup.max_prefill_tokens // TOKENS_OF_A_ROW) for setup in SETUPS])
     return SETUPS[rng.choice(len(SETUPS), p=shares / shares.sum())]
