@@ -138,7 +138,10 @@ extern "C" __global__ void apply_table_edits(const __grid_constant__ Params p) {
     const int* buffer = p.edits + launch % p.num_buffers * p.buffer_words;
     const int4* rows = reinterpret_cast<const int4*>(buffer + HEADER_WORDS);
     for (int i = threadIdx.x; i < EARLY_ROWS * EDIT_WORDS / 4; i += blockDim.x) staged[i] = rows[i];
-    const int num_edits = buffer[NUM_EDITS], num_batches = buffer[NUM_BATCHES];
+    int num_edits = buffer[NUM_EDITS], num_batches = buffer[NUM_BATCHES];
+    if (num_edits < 0 || num_batches < 0 ||
+        static_cast<long long>(num_edits) + num_batches > (p.buffer_words - HEADER_WORDS) / EDIT_WORDS)
+        num_edits = num_batches = 0;  // no buffer of the host's: read no further than it reaches
     const int in_shared = smaller(num_edits + num_batches, STAGED_ROWS);
     for (int i = EARLY_ROWS * EDIT_WORDS / 4 + threadIdx.x; i < in_shared * EDIT_WORDS / 4; i += blockDim.x) staged[i] = rows[i];
     __syncthreads();

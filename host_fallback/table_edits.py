@@ -96,14 +96,17 @@ def _apply(
     buffer = edits[applied[0] % edits.shape[0]]
     words = buffer.view(np.int64)
     rows = buffer[HEADER_WORDS:]
+    num_edits, num_batches = np.int64(buffer[NUM_EDITS]), np.int64(buffer[NUM_BATCHES])
+    if num_edits < 0 or num_batches < 0 or num_edits + num_batches > rows.shape[0] // EDIT_WORDS:
+        num_edits = num_batches = np.int64(0)  # no buffer of the host's: read no further than it reaches
     nobody = np.zeros(0, np.int64)
-    for i in range(buffer[NUM_EDITS]):
+    for i in range(num_edits):
         edit = rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
         if not 0 <= edit[0] < records.shape[0]:
             continue  # skipped, as everything that would read or write outside
         tokens = token_ids[edit[0]] if token_ids.size > 0 else nobody
         _apply_edit(records[edit[0]], tokens, edit, words, ready, tokens_per_step, max_prefill_tokens)
-    for i in range(buffer[NUM_EDITS], buffer[NUM_EDITS] + buffer[NUM_BATCHES]):
+    for i in range(num_edits, num_edits + num_batches):
         _apply_batch_edit(batches, batch_states, rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS], buffer)
     applied[0] += 1
     applied_on_host[0] = applied[0]

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import zos
+from zos.checks import BATCH_STATE_WORDS, EDIT_WORDS
 from zos.cli.compare import POISON, first_mismatch, poison
 from zos.cli.oracle import Oracle
 from zos.cli.oracle_prefill import PrefillOracle
@@ -25,6 +26,7 @@ __all__ = [
     "as_array",
     "assert_bitwise_equal",
     "assert_golden",
+    "edit_operands",
     "golden_cases",
     "kept_tokens",
     "poison",
@@ -75,6 +77,26 @@ def assert_golden(
         places = arrays["token_row"] == row
         actual = np.stack([arrays["compression_write_slot[2]"][places], arrays["compression_index[2]"][places]], 1)
         assert_bitwise_equal(actual, np.array(pairs, np.int64).reshape(-1, 2), f"compression of row {row}")
+
+
+def edit_operands(
+    edits: list[list[int]], batch_edits: list[list[int]], device: str, batch_rows: int = 2, max_batch: int = 4
+) -> tuple[Any, ...]:
+    """Arguments of apply_table_edits after the table, with one buffer of these rows (padded with zeros)."""
+    rows = torch.zeros(32, EDIT_WORDS, dtype=torch.int32)
+    rows[0, :2] = torch.tensor([len(edits), len(batch_edits)])
+    for row, words in zip(rows[1:], edits + batch_edits, strict=False):
+        row[: len(words)] = torch.tensor(words)
+    counts = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2)]
+    return (
+        torch.full((batch_rows, max_batch), -1, dtype=torch.int32, device=device),
+        rows.reshape(1, -1).to(device),
+        torch.zeros(batch_rows, BATCH_STATE_WORDS, dtype=torch.int64, device=device),
+        torch.full((batch_rows, 8, 2), -1, dtype=torch.int32, device=device),
+        *counts,
+        6,
+        8192,
+    )
 
 
 def positions_in_ring(head: int, ring: int) -> list[int]:

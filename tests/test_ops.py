@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 import zos
-from tests.reference import assert_bitwise_equal
+from tests.reference import assert_bitwise_equal, edit_operands
+from zos.edits import BatchEdit, Edit
 
 PREPARE = torch.ops.zos.prepare_v4_decode_metadata.default
 POSITIONAL = [argument.name for argument in PREPARE._schema.arguments]
@@ -43,7 +45,7 @@ def test_opcheck_prepare(device: str, carry_tokens: bool) -> None:
 
 
 def test_opcheck_commit_and_edits(device: str) -> None:
-    """The same for the two operators that change the table."""
+    """The same for the operators that change the table and tell of it."""
     svc = service(device, carry_tokens=True)
     operands = prepare_operands(svc)
     kept = torch.tensor([2, 0, 1, 0], dtype=torch.int32, device=device)
@@ -53,10 +55,21 @@ def test_opcheck_commit_and_edits(device: str) -> None:
         torch.ops.zos.commit.default,
         (*table, operands["tickets"], kept, kept > 1, tokens, operands["counters"], 6, 8192),
     )
-    edits = torch.zeros(64, dtype=torch.int32, device=device)
-    edits[:3] = torch.tensor([3, 6, 4], dtype=torch.int32)  # state 3: SET_SEQLEN_Q 4
-    batches = torch.zeros(2, 4, dtype=torch.int32, device=device)
-    torch.library.opcheck(torch.ops.zos.apply_table_edits.default, (*table, batches, edits, 1, 0, 6, 8192))
+    rows = [[3, Edit.SET_SEQLEN_Q, 4], [3, Edit.APPEND_READY, 1, 0]]
+    others = edit_operands(rows, [[0, BatchEdit.SET_BATCH, 80, 4, -1], [1, BatchEdit.SET_APPENDED, 1, 0]], device)
+    torch.library.opcheck(torch.ops.zos.apply_table_edits.default, (*table, *others))
+    batch, state = torch.arange(4, dtype=torch.int32, device=device), torch.zeros(8, dtype=torch.int64, device=device)
+    ready, numbers = (
+        torch.zeros(8, 2, dtype=torch.int32, device=device),
+        torch.zeros(2, dtype=torch.int64, device=device),
+    )
+    results = torch.zeros(4, 16 + 18 * 4, dtype=torch.int32, device=device)
+    arguments = (*table, operands["tickets"], kept, kept > 1, tokens, operands["counters"], 6, 8192)
+    torch.library.opcheck(
+        torch.ops.zos.commit.default, (*arguments, batch, state, ready, results, numbers, tokens, False)
+    )
+    mailbox = torch.zeros(4, 8 + results.shape[1], dtype=torch.int32, device=device)
+    torch.library.opcheck(torch.ops.zos.publish_results.default, (results, numbers.fill_(0), mailbox))
 
 
 def test_inputs_stay_untouched(device: str) -> None:
@@ -172,10 +185,26 @@ def test_commit_refuses(device: str, spoil: Any, message: str) -> None:
     assert_bitwise_equal(svc.table.records, before, "records")
 
 
-def test_edits_refuse(device: str) -> None:
-    """More edits than the buffer holds would be read from beyond it."""
+@pytest.mark.parametrize(
+    ("name", "spoil", "message"),
+    [
+        ("edits", lambda t: t[0], "shape of edits"),
+        ("edits", lambda t: t[:, :200].contiguous(), "words a multiple of 4 and 272 or more"),
+        ("edits", lambda t: t.long(), "dtype of edits"),
+        ("batch_states", lambda t: t[:1], "shape of batch_states"),
+        ("ready", lambda t: t[0], "entries of ready=0"),
+        ("ready", lambda t: t[:1], "shape of ready"),
+        ("applied", lambda t: t[:0], "shape of applied"),
+        ("applied_on_host", lambda t: t.int(), "dtype of applied_on_host"),
+    ],
+)
+def test_edits_refuse(device: str, name: str, spoil: Callable[[torch.Tensor], torch.Tensor], message: str) -> None:
+    """What would be read or written outside is named before anything is launched."""
     svc = service(device)
-    edits = torch.zeros(32, dtype=torch.int32, device=device)
-    batches = torch.zeros(1, 4, dtype=torch.int32, device=device)
-    with pytest.raises(ValueError, match=r"too few for 2 \+ 1"):
-        torch.ops.zos.apply_table_edits(svc.table.records, None, batches, edits, 2, 1, 6, 8192)
+    names = ("batches", "edits", "batch_states", "ready", "applied", "applied_on_host", "tokens_per_step", "most")
+    operands = dict(zip(names, edit_operands([], [], device), strict=True))
+    operands[name] = spoil(operands[name])
+    before = svc.table.records.clone()
+    with pytest.raises(ValueError, match=message):
+        torch.ops.zos.apply_table_edits(svc.table.records, None, *operands.values())
+    assert_bitwise_equal(svc.table.records, before, "records")

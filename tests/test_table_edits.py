@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import zos
-from tests.reference import assert_bitwise_equal
-from zos.edits import EDITS_PER_BUFFER, Edit
+from tests.reference import assert_bitwise_equal, edit_operands
+from zos.edits import EDITS_PER_BUFFER, BatchEdit, Edit
 from zos.table import COLUMNS
 
 
@@ -157,7 +157,7 @@ def test_failed_launch_keeps_the_edits(device: str, monkeypatch: pytest.MonkeyPa
     svc.admit(state_id=3, q_start=5)
     svc.set_batch([3], batch=1)
     with monkeypatch.context() as patch:
-        patch.setattr(type(svc._edits), "_free_buffer", lambda self: 1 / 0)
+        patch.setattr(svc._edits, "launch", lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             svc.prepare()
     assert svc.prepare().seqlens_k.tolist() == [11]
@@ -169,16 +169,27 @@ def test_edits_outside_are_skipped(device: str) -> None:
     svc.admit(state_id=3, q_start=5, tokens=[9])
     svc.flush()
     before = [svc.table.records.clone(), svc.table.token_ids.clone()]
-    guarded = torch.full((4, 4), -1, dtype=torch.int32, device=device)
-    words = torch.zeros(8, 16, dtype=torch.int32)
-    for row, state_id in zip(words[:4], (16, 10**7, -1, -(2**31)), strict=True):
-        row[:3] = torch.tensor([state_id, Edit.SET_SEQLEN_Q, 3])
-    words[4, :4] = torch.tensor([1, 0, 120, 100])  # more ids than a batch has
-    words[5, :4] = torch.tensor([7, 0, 0, 1])  # a batch row that is none
-    words[6, :4] = torch.tensor([-1, 0, 0, 1])
-    words[7, :4] = torch.tensor([1, 0, 2**31 - 2, 4])
-    edits = words.reshape(-1).to(device)
-    torch.ops.zos.apply_table_edits(svc.table.records, svc.table.token_ids, guarded[1:3], edits, 4, 4, 6, 8192)
+    edits = [[state_id, Edit.SET_SEQLEN_Q, 3] for state_id in (16, 10**7, -1, -(2**31))]
+    edits += [[3, Edit.APPEND_READY, row, place] for row, place in ((2, 0), (-1, 0), (0, 8), (0, -1))]
+    batch_edits = [
+        [1, BatchEdit.SET_BATCH, 500, 100, -1],  # more ids than a batch has
+        [2, BatchEdit.SET_BATCH, 0, 1, -1],  # a batch row that is none
+        [-1, BatchEdit.SET_BATCH, 0, 1, -1],
+        [1, BatchEdit.SET_BATCH, 2**31 - 2, 4, -1],
+        [1, BatchEdit.SET_BATCH, -2, 4, -1],
+        [2, BatchEdit.SET_APPENDED, 5, 0],
+        [1, 9, 0, 4, -1],  # a kind that is none
+    ]
+    guarded = [tensor.clone() for tensor in edit_operands([], [], device, batch_rows=4)[:4]]
+    operands = list(edit_operands(edits, batch_edits, device))
+    for at in (0, 2, 3):
+        operands[at] = guarded[at][1:3]
+    torch.ops.zos.apply_table_edits(svc.table.records, svc.table.token_ids, *operands)
+    for counts in ([-1, 0], [0, -1], [32, 0], [2**31 - 1, 2**31 - 1]):  # rows that the buffer does not have
+        operands[1][0, :2] = torch.tensor(counts, dtype=torch.int32)
+        torch.ops.zos.apply_table_edits(svc.table.records, svc.table.token_ids, *operands)
+    for tensor, plain in zip(guarded, edit_operands([], [], device, batch_rows=4), strict=False):
+        assert tensor is guarded[1] or (tensor == plain).all()
+    assert [count.item() for count in operands[4:6]] == [5, 5]
     assert_bitwise_equal(svc.table.records, before[0], "records")
     assert_bitwise_equal(svc.table.token_ids, before[1], "token_ids")
-    assert (guarded == -1).all()
