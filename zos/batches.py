@@ -76,6 +76,7 @@ class BatchEdits(SequenceEdits):
         super().__init__(table, edits, geometry, max_prefill_tokens, compression, bounds)
         self.max_batch = max_batch
         self.token_layout = token_layout
+        self._unlearned: list[tuple[int, StepRecord]] = []  # records read: (slot, record)
         self._slots = [MetadataSlot(self._new_buffers(slot, max_batch)) for slot in range(metadata_slots)]
 
     def _new_buffers(self, slot: int, max_batch: int) -> DecodeBuffers:
@@ -110,7 +111,8 @@ class BatchEdits(SequenceEdits):
         ValueError, IndexError
             Too many rows, a duplicate, an id or the budget out of range; nothing is staged.
         """
-        state = self._slot(slot)
+        self._learn()
+        state = self.slot(slot)
         rows = self.max_batch if batch is None else whole_number("batch", batch, 0, self.max_batch)
         step = self.geometry.tokens_per_step
         tokens = rows * step
@@ -145,7 +147,7 @@ class BatchEdits(SequenceEdits):
         ValueError, IndexError
             As set_batch.
         """
-        state, ids = self._slot(slot), self._checked_ids(state_ids)
+        state, ids = self.slot(slot), self._checked_ids(state_ids)
         rows = whole_number("batch", len(ids) if batch is None else batch, 0, self.max_batch)
         padded = _padded(ids, rows)
         if state.prefill_buffers is None:
@@ -172,7 +174,8 @@ class BatchEdits(SequenceEdits):
         ValueError, IndexError
             A state twice, out of range or not in use, or a queue whose entries nobody has taken for too long; nothing is staged.
         """
-        state = self._slot(slot)
+        self._learn()
+        state = self.slot(slot)
         ids = [self._state_in_use(state_id) for state_id in state_ids]
         self._checked_ids(ids)
         room = self._edits.ready.shape[1] - len(state.waiting)
@@ -207,7 +210,7 @@ class BatchEdits(SequenceEdits):
         Mailbox
             The slot's; `poll`, `wait` and `drain` read it.
         """
-        state = self._slot(slot)
+        state = self.slot(slot)
         if self._bounds.launched_steps(slot) and state.mailbox is not None:
             raise ValueError(f"slot {slot} has a mailbox, and steps have left records in it")
         step = self.geometry.tokens_per_step
@@ -228,8 +231,8 @@ class BatchEdits(SequenceEdits):
         """
         mailbox, records = self._attached(slot), []
         while (record := mailbox.read()) is not None:
-            self._read(slot, record)
             records.append(record)
+        self._unlearned += [(slot, record) for record in records]
         return records
 
     def bounds(self, state_ids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -251,33 +254,28 @@ class BatchEdits(SequenceEdits):
         IndexError
             An id is out of range.
         """
+        self._learn()
         return self._bounds.bounds(np.array([self._state_id(state_id) for state_id in state_ids], np.int64))
 
     def known_batch(self, slot: int = 0) -> tuple[list[int], list[int]]:
         """(states by batch row, states in the ready queue) of a slot's decode batch, as far as the host knows."""
-        state = self._slot(slot)
+        self._learn()
+        state = self.slot(slot)
         queued = [state_id for state_id, generation in state.waiting if self.generation(state_id) == generation]
         return state.rows.tolist(), queued
 
-    def mailbox(self, slot: int = 0) -> Mailbox | None:
-        """Return a slot's mailbox, None if there is none."""
-        return self._slot(slot).mailbox
-
-    def has_ready_queue(self, slot: int = 0) -> bool:
-        """Whether a slot has a ready queue."""
-        return self._slot(slot).has_queue
-
     def slot_steps_launched(self, slot: int = 0) -> int:
         """Steps of a slot launched so far: the number that the last one's record will have."""
-        self._slot(slot)
+        self.slot(slot)
         return self._bounds.launched_steps(slot)
 
-    def batches_set(self, slot: int) -> int:
-        """How often a batch was set for a slot."""
-        return self._slot(slot).batches_set
+    def _learn(self) -> None:
+        """Learn from the records that were read, before what they say is used."""
+        unlearned, self._unlearned = self._unlearned, []
+        for slot, record in unlearned:
+            self._learn_from(slot, record)
 
-    def _read(self, slot: int, record: StepRecord) -> None:
-        """Learn from a record that was read."""
+    def _learn_from(self, slot: int, record: StepRecord) -> None:
         state = self._slots[slot]
         self._bounds.read(slot, record)
         while state.sets_launched and state.sets_launched[0] < record.step:
@@ -299,12 +297,13 @@ class BatchEdits(SequenceEdits):
                 state.sets_launched.append(self._bounds.launched_steps(batch_row))
 
     def _attached(self, slot: int) -> Mailbox:
-        mailbox = self._slot(slot).mailbox
+        mailbox = self.slot(slot).mailbox
         if mailbox is None:
             raise ValueError(f"slot={slot} has no mailbox: call attach_mailbox first")
         return mailbox
 
-    def _slot(self, slot: int) -> MetadataSlot:
+    def slot(self, slot: int) -> MetadataSlot:
+        """Return what the host knows of a metadata slot; raises IndexError for one that is none."""
         if not 0 <= whole_number("slot", slot, -1) < len(self._slots):
             raise IndexError(f"slot={slot} is outside 0 … {len(self._slots) - 1}")
         return self._slots[slot]

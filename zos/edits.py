@@ -6,6 +6,7 @@ import struct
 import time
 from collections.abc import Callable
 from enum import IntEnum
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -16,18 +17,24 @@ from zos.checks import BATCH_STATE_WORDS, BUFFER_HEADER_WORDS, EDIT_WORDS
 from zos.mapped import shared_zeros
 from zos.table import SequenceTable
 
-EDITS_PER_BUFFER = 1024
-NUM_BUFFERS = 16  # flushes that may be under way before the next one waits
+EDITS_PER_BUFFER = 256
+NUM_BUFFERS = 64  # flushes that may be under way before the next one waits
 POLL_S = 50e-6  # between looks at how many flushes are applied, in a flush that waits
 ERROR_CHECK_S = 1.0  # a flush that waits asks the device for errors so often
 WORD_BYTES = 4
 ANY_VERSION = -1
+NO_TOKENS = -1  # in place of where an ADMIT's token ids are
+TOKENS_AT = 10 * WORD_BYTES  # byte of an ADMIT's row that says where they are
 
 _ROW = struct.Struct(f"{EDIT_WORDS}i")
-_HEADER = struct.Struct("2i")
+_HEADER = struct.Struct(f"{BUFFER_HEADER_WORDS}i")
+_WORD = struct.Struct("i")
 _NOTHING = (0,) * EDIT_WORDS
 
 Batches = dict[int, tuple[np.ndarray, int]]  # batch row -> (ids, version that they replace)
+
+
+_state_id = attrgetter("state_id")
 
 
 class Edit(IntEnum):
@@ -51,8 +58,10 @@ class BatchEdit(IntEnum):
 
 
 class _StagedEdit(NamedTuple):
-    words: tuple[int, ...]  # (state_id, kind, values…)
+    state_id: int
+    row: bytes  # EDIT_WORDS int32: (state_id, kind, values…)
     tokens: list[int] | None  # ids of the next step that an ADMIT brings
+    appends_to: int  # batch row whose ready queue gets an entry, -1 for none
 
 
 class StagedEdits:
@@ -100,7 +109,8 @@ class StagedEdits:
         self._packed = 0  # flushes packed so far
         self._applied, applied_on_host = shared_zeros(1, torch.int64, self._device)
         self._applied_count = self._applied.numpy()
-        self._memory = host
+        # The bound launch below knows addresses alone: what lies there is kept here.
+        self._memory = host, torch.zeros(1, dtype=torch.int64, device=self._device)
         self.launch: Callable[[], None] = zos.ops.bind_apply_table_edits(
             records=table.records,
             token_ids=table.token_ids,
@@ -108,7 +118,7 @@ class StagedEdits:
             edits=buffers.view(NUM_BUFFERS, words),
             batch_states=self.batch_states,
             ready=self.ready,
-            applied=torch.zeros(1, dtype=torch.int64, device=self._device),
+            applied=self._memory[1],
             applied_on_host=applied_on_host,
             tokens_per_step=tokens_per_step,
             max_prefill_tokens=max_prefill_tokens,
@@ -128,7 +138,9 @@ class StagedEdits:
 
     def stage(self, state_id: int, kind: Edit, *values: int, tokens: list[int] | None = None) -> None:
         """Stage one record edit; edits of one flush apply in call order."""
-        self._edits.append(_StagedEdit((state_id, int(kind), *values), tokens))
+        words = (state_id, kind, *values)
+        row = _ROW.pack(*words, *_NOTHING[len(words) :])
+        self._edits.append(_StagedEdit(state_id, row, tokens, values[0] if kind is Edit.APPEND_READY else -1))
 
     def stage_batch(self, batch_row: int, state_ids: np.ndarray, version: int = ANY_VERSION) -> None:
         """Stage the ids of a batch (int32 [B]); of several for one batch row the last one counts.
@@ -158,52 +170,51 @@ class StagedEdits:
         batches: Batches = {}
         if not self._edits:
             batches, self._staged_batches = self._staged_batches, {}
-        buffer = self._buffers[self._packed % NUM_BUFFERS]
-        appended = self._appended_by(edits)
-        num_batches = len(batches) + len(appended)
-        _HEADER.pack_into(buffer, 0, len(edits), num_batches)
-        at = BUFFER_HEADER_WORDS * WORD_BYTES
-        # Token ids come first behind the rows: so they stay at multiples of 8 bytes.
-        payload = BUFFER_HEADER_WORDS + (len(edits) + num_batches) * EDIT_WORDS
-        # The kernel gives a state's edits to one thread, so they stand together; a stable sort keeps their order.
-        for words, tokens in sorted(edits, key=lambda edit: edit.words[0]) if len(edits) > 1 else edits:
-            row = words
-            if words[1] == Edit.ADMIT:
-                row = (*words, payload if tokens else -1)
-            if tokens:
-                padded = tokens + [0] * (self._tokens_per_step - len(tokens))
-                struct.pack_into(f"{len(padded)}q", buffer, payload * WORD_BYTES, *padded)
-                payload += 2 * self._tokens_per_step
-            _ROW.pack_into(buffer, at, *row, *_NOTHING[len(row) :])
-            at += EDIT_WORDS * WORD_BYTES
-        for batch_row, count in appended.items():
-            low, high = struct.unpack("2i", struct.pack("q", count))
-            _ROW.pack_into(buffer, at, batch_row, BatchEdit.SET_APPENDED, low, high, *_NOTHING[4:])
-            at += EDIT_WORDS * WORD_BYTES
-        for batch_row, (state_ids, version) in batches.items():
-            row = (batch_row, BatchEdit.SET_BATCH, payload, len(state_ids), version)
-            _ROW.pack_into(buffer, at, *row, *_NOTHING[5:])
-            at += EDIT_WORDS * WORD_BYTES
-            buffer[payload * WORD_BYTES : (payload + len(state_ids)) * WORD_BYTES] = state_ids.tobytes()
-            payload += len(state_ids)
+        if (
+            len(edits) > 1
+        ):  # the kernel gives a state's edits to one thread, so they stand together; the sort keeps their order
+            ordered = sorted(edits, key=_state_id)
+        else:
+            ordered = edits
+        rows = [edit.row for edit in ordered]
+        payloads: list[bytes] = []
+        words = 0  # of the payloads so far
+        batch_rows = self._pack_appended(edits) + [b""] * len(batches)
+        first = BUFFER_HEADER_WORDS + (len(rows) + len(batch_rows)) * EDIT_WORDS  # word of the first payload
+        for number, edit in enumerate(ordered):  # token ids come first: so they stay at multiples of 8 bytes
+            if edit.tokens:
+                padded = edit.tokens + [0] * (self._tokens_per_step - len(edit.tokens))
+                rows[number] = edit.row[:TOKENS_AT] + _WORD.pack(first + words) + edit.row[TOKENS_AT + WORD_BYTES :]
+                payloads.append(struct.pack(f"{len(padded)}q", *padded))
+                words += 2 * self._tokens_per_step
+        for number, (batch_row, (state_ids, version)) in enumerate(
+            batches.items(), start=len(batch_rows) - len(batches)
+        ):
+            row = (batch_row, BatchEdit.SET_BATCH, first + words, len(state_ids), version)
+            batch_rows[number] = _ROW.pack(*row, *_NOTHING[len(row) :])
+            payloads.append(state_ids.tobytes())
+            words += len(state_ids)
+        header = _HEADER.pack(len(rows), len(batch_rows), *_NOTHING[2:])
+        written = b"".join((header, *rows, *batch_rows, *payloads))
+        self._buffers[self._packed % NUM_BUFFERS][: len(written)] = written
         self._packed += 1
         return edits, batches
 
     def launch_nothing(self) -> None:
         """Launch the kernel on an empty buffer; what is staged stays staged."""
         self._wait_for_buffer()
-        _HEADER.pack_into(self._buffers[self._packed % NUM_BUFFERS], 0, 0, 0)
+        _HEADER.pack_into(self._buffers[self._packed % NUM_BUFFERS], 0, *_NOTHING)
         self._packed += 1
         self.launch()
 
-    def _appended_by(self, edits: list[_StagedEdit]) -> dict[int, int]:
-        """Entries in each ready queue once `edits` are applied, for the queues that they append to."""
-        appended: dict[int, int] = {}
-        later = [edit.words[2] for edit in self._edits if edit.words[1] == Edit.APPEND_READY]
-        for words, _ in edits:
-            if words[1] == Edit.APPEND_READY:
-                appended[words[2]] = self._appended[words[2]] - later.count(words[2])
-        return appended
+    def _pack_appended(self, edits: list[_StagedEdit]) -> list[bytes]:
+        """Pack rows that say how many entries each ready queue has once `edits` are applied, for those that they append to."""
+        rows = []
+        for batch_row in {edit.appends_to for edit in edits} - {-1}:
+            later = sum(edit.appends_to == batch_row for edit in self._edits)
+            low, high = struct.unpack("2i", struct.pack("q", self._appended[batch_row] - later))
+            rows.append(_ROW.pack(batch_row, BatchEdit.SET_APPENDED, low, high, *_NOTHING[4:]))
+        return rows
 
     def _wait_for_buffer(self) -> None:
         """Wait until the launch that last read the next buffer is over: it is never written while a launch may still read it."""

@@ -99,18 +99,20 @@ class DecodeLoop(RequestScheduler):
     ) -> None:
         if not callable(step):
             raise ValueError(f"step={step!r} is not callable")
-        self._batches_set = service.batches_set(slot)  # raises IndexError for a slot that is none
+        self._batches_set = service.slot(slot).batches_set  # raises IndexError for a slot that is none
         largest = service.max_batch
         sizes = default_buckets(largest) if buckets is None else buckets
         self.buckets = tuple(sorted({whole_number("buckets", size, 1, largest) for size in sizes}))
         if not self.buckets:
             raise ValueError("buckets is empty")
         self.steps_per_replay = whole_number("steps_per_replay", steps_per_replay, 1)
-        if whole_number("records", records, 0) and service.mailbox(slot) is None:
+        if whole_number("records", records, 0) and service.slot(slot).mailbox is None:
             whole_number("records", records, 2 * steps_per_replay)
             service.attach_mailbox(slot, records, kept_tokens)
         super().__init__(service, slot, self.buckets[-1])
         self._step = step
+        self._metadata_slot = service.slot(slot)
+        self._on_cuda = service.device.type == "cuda"
         self._graphs: dict[tuple[int, int, bool], _Captured] = {}
         self._pool: Any = None  # torch's handle of the memory pool that all graphs share
         self._rows: list[int] = []  # state ids of the batch, in row order
@@ -166,7 +168,7 @@ class DecodeLoop(RequestScheduler):
     def _stage(self, ids: list[int], batch: int, tokens: int) -> None:
         budget = None if tokens == batch * self._service.geometry.tokens_per_step else tokens
         self._service.set_batch(ids, batch=batch, max_tokens=budget, slot=self._slot)
-        self._batches_set = self._service.batches_set(self._slot)
+        self._batches_set = self._metadata_slot.batches_set
         self._rows, self._shape = ids, (batch, tokens)
 
     def _stage_rows(self, state_ids: list[int]) -> None:
@@ -203,22 +205,23 @@ class DecodeLoop(RequestScheduler):
             mailbox that nobody has read yet has no reader to be ahead of.
         """
         each = self.steps_per_replay
-        steps = each if steps is None else whole_number("steps", steps, 0)
-        if steps % each:
-            raise ValueError(f"steps={steps} is no multiple of steps_per_replay={each}")
-        for _ in range(steps // each):
-            if self.pending:
+        replays = 1
+        if steps is not None:
+            replays, rest = divmod(whole_number("steps", steps, 0), each)
+            if rest:
+                raise ValueError(f"steps={steps} is no multiple of steps_per_replay={each}")
+        for _ in range(replays):
+            if self._requests:
                 self._schedule()
             batch, tokens = self._batch_shape()
-            if self._batches_set != self._service.batches_set(self._slot):
+            if self._batches_set != self._metadata_slot.batches_set:
                 raise ValueError(f"the batch of slot {self._slot} was set by another caller since loop.set_batch")
             self._check_room()
             if self._rotation_due:
                 self._stage(self._rotated(), batch, tokens)
-            if self._service.device.type == "cuda":
+            if self._on_cuda:
                 captured = self._captured(batch, tokens)
-                self._service.replay(captured.plain.replay, captured.draining.replay, self._slot, each)
-                captured.metadata.origin.prepared_batch = batch
+                self._service.replay(captured.plain.replay, captured.draining.replay, captured.metadata, each)
             else:
                 for _ in range(each):
                     metadata = self._service.prepare(self._slot)
@@ -280,7 +283,7 @@ class DecodeLoop(RequestScheduler):
         return self._shape
 
     def _check_room(self) -> None:
-        mailbox = self._service.mailbox(self._slot)
+        mailbox = self._metadata_slot.mailbox
         if mailbox is None or not mailbox.has_reader:
             return
         if self.steps_launched + self.steps_per_replay - (mailbox.next_step - 1) > mailbox.records:
@@ -293,7 +296,7 @@ class DecodeLoop(RequestScheduler):
             )
 
     def _captured(self, batch: int, tokens: int) -> _Captured:
-        refills = self._service.has_ready_queue(self._slot)
+        refills = self._metadata_slot.has_queue
         captured = self._graphs.get((batch, tokens, refills))
         if captured is None:
             with torch.cuda.device(self._service.device):
@@ -315,7 +318,7 @@ class DecodeLoop(RequestScheduler):
             current.synchronize()
 
         metadata = service.slot_metadata(self._slot, batch, tokens)
-        branch = torch.cuda.Stream() if service.mailbox(self._slot) is not None else None
+        branch = torch.cuda.Stream() if self._metadata_slot.mailbox is not None else None
         graphs: list[torch.cuda.CUDAGraph] = []
         results: list[StepResult] = []
         for drains in (False, True):

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import numpy as np
 import torch
@@ -32,8 +31,7 @@ POLL_S = 20e-6  # between looks, in a wait
 IS_FINISHED, IS_ERROR, IS_STALE, IS_DUPLICATE, IS_DEFERRED, IS_REFILLED = 1, 2, 4, 8, 16, 32
 
 
-@dataclass(frozen=True, eq=False)
-class StepRecord:
+class StepRecord(NamedTuple):
     """What a step came to; arrays are by batch row, [B], and the reader's own."""
 
     step: int  # number of the record, from 1

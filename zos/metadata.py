@@ -16,7 +16,10 @@ class SlotOrigin:
     """Where metadata comes from; apart from the buffers, so that no cycle keeps them alive after their service."""
 
     table: SequenceTable
-    prepared_batch: int | None = None  # B of the slot's last eager prepare or replay: whose tickets its buffers hold
+    prepared_batch: int | None = (
+        None  # B of the slot's last eager prepare, or loop's replay: whose tickets its buffers hold
+    )
+    prepared_after: int = 0  # graphs replayed before it: a later one may have prepared any batch size
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

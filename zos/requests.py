@@ -97,7 +97,7 @@ class RequestScheduler:
         ValueError
             A value breaks a rule of `admit`, or the loop has no mailbox to learn from.
         """
-        if self._service.mailbox(self._slot) is None:
+        if self._service.slot(self._slot).mailbox is None:
             raise ValueError("the loop has no mailbox (records=0): it would never learn that a request is over")
         self._service.check_admission(**columns)
         if self._allocator is None:

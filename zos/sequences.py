@@ -8,7 +8,7 @@ from typing import Any
 from zos.arguments import whole_number
 from zos.bounded_replay import plan_bounded_replay
 from zos.bounds import SequenceBounds
-from zos.edits import Edit, StagedEdits
+from zos.edits import NO_TOKENS, Edit, StagedEdits
 from zos.geometry import CompressionRing, RingGeometry
 from zos.table import SequenceTable
 
@@ -167,7 +167,7 @@ class SequenceEdits:
             raise ValueError(
                 f"seqlen_q={seqlen_q} from q_start={q_start} reaches past prompt_end={prompt_end} of state_id {state_id}"
             )
-        words = (seqlen_q, q_start, prompt_end, swa_valid_start, kv_cached_end, stop_at, chunk_q, decode_q)
+        words = (seqlen_q, q_start, prompt_end, swa_valid_start, kv_cached_end, stop_at, chunk_q, decode_q, NO_TOKENS)
         return words, self._token_ids(tokens)
 
     def set_seqlen_q(self, state_id: int, seqlen_q: int) -> None:

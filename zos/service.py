@@ -91,6 +91,7 @@ class MetadataService(BatchEdits):
         compression = compression_rings(compression_ratios, step)
         self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
+        self._replays = 0  # graphs replayed
 
         table = SequenceTable(self.capacity, step, carry_tokens, self.device)
         # int32 [2 * slots + 1, max_batch]: state ids by row, of each slot's decode batch, then of each slot's prefill batch; the
@@ -127,14 +128,14 @@ class MetadataService(BatchEdits):
         KernelNotReadyError
             First launch on this device, while capturing: call `warmup` before.
         """
-        state = self._slot(slot)
+        state = self.slot(slot)
         if state.batch is None:
             raise ValueError(f"slot={slot} has no batch: call set_batch first")
         self.flush()
         metadata = state.buffers.view(state.batch, state.tokens)
         self.launch_prepare(metadata)
         if not self._order.capturing():
-            metadata.origin.prepared_batch = state.batch
+            self._prepared(metadata)
             self._count_step()
         return metadata
 
@@ -162,12 +163,12 @@ class MetadataService(BatchEdits):
         ValueError, EditsDuringCaptureError, KernelNotReadyError
             As prepare.
         """
-        state, buffers = self._slot(slot), self._prefill_buffers(slot)
+        state, buffers = self.slot(slot), self._prefill_buffers(slot)
         self.flush()
         metadata = buffers.view(state.prefill_batch, full_index)
         self.launch_prepare(metadata)
         if not self._order.capturing():
-            metadata.origin.prepared_batch = state.prefill_batch
+            self._prepared(metadata)
             self._count_step()
         return metadata
 
@@ -212,8 +213,9 @@ class MetadataService(BatchEdits):
         if metadata.origin.table is not self.table:
             raise ValueError("metadata was prepared by another MetadataService")
         prepared = metadata.origin.prepared_batch
+        known = prepared is not None and metadata.origin.prepared_after == self._replays
         capturing = self._order.capturing()
-        if prepared is not None and prepared != metadata.batch and not capturing:
+        if known and prepared != metadata.batch and not capturing:
             raise MetadataReplacedError(
                 f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
             )
@@ -270,8 +272,13 @@ class MetadataService(BatchEdits):
                 self._flush_with(self._edits.launch)
             self._order.mark()
 
-    def replay(self, plain: Callable[[], None], draining: Callable[[], None], slot: int, steps: int) -> None:
-        """Launch one of two graphs of `steps` steps: `plain`, or, where edits are staged, `draining`, which begins with `drain`."""
+    def replay(
+        self, plain: Callable[[], None], draining: Callable[[], None], metadata: DecodeMetadata, steps: int
+    ) -> None:
+        """Launch one of two graphs of `steps` steps on `metadata`: `plain`, or, where edits are staged, `draining`.
+
+        The graphs differ in `drain_edits`, with which the second begins.
+        """
         self._order.join()
         if not self._edits:
             plain()
@@ -279,7 +286,8 @@ class MetadataService(BatchEdits):
             while not self._edits.fits:
                 self._flush_with(self._edits.launch)
             self._flush_with(draining)
-        self.launched(steps, slot)
+        self._replayed(steps, metadata.slot)
+        self._prepared(metadata)
 
     def drain_edits(self) -> None:
         """Launch what applies the next packed buffer: the head of a `draining` graph of `replay`, nothing else."""
@@ -324,8 +332,7 @@ class MetadataService(BatchEdits):
             try:
                 mailbox.wait(step, timeout_s, records)
             finally:
-                for record in records:
-                    self._read(slot, record)
+                self._unlearned += [(slot, record) for record in records]
         return records
 
     def drain(self, slot: int = 0, timeout_s: float = 10.0) -> list[StepRecord]:
@@ -333,20 +340,25 @@ class MetadataService(BatchEdits):
         return self.wait(self._bounds.launched_steps(slot), slot, timeout_s)
 
     def launched(self, steps: int, slot: int = 0) -> None:
-        """Say that a graph with `steps` captured decode steps of a slot was replayed on the current stream: order and bounds count them.
+        """Say that a graph with `steps` captured decode steps of a slot was replayed on the current stream.
+
+        Order and bounds then count them.
 
         What such a graph prepared the host does not know: until a slot's next eager prepare, `commit` cannot tell metadata that
         another batch size has replaced.
         """
-        steps, _ = whole_number("steps", steps, 0), self._slot(slot)
+        self.slot(slot)
+        self._replayed(whole_number("steps", steps, 0), slot)
+
+    def _replayed(self, steps: int, slot: int) -> None:
         self.steps_launched += steps
-        for state in self._slots:  # the graph may have prepared any batch size
-            for buffers in (state.buffers, state.prefill_buffers):
-                if buffers is not None:
-                    buffers.origin.prepared_batch = None
+        self._replays += 1
         if steps:
-            self._count_launched(slot, steps, prefill=False)
-        self._order.mark()
+            self._bounds.launched(slot, steps, self.geometry.tokens_per_step)
+        self._order.mark(replayed=True)
+
+    def _prepared(self, metadata: StepMetadata) -> None:
+        metadata.origin.prepared_batch, metadata.origin.prepared_after = metadata.batch, self._replays
 
     def _count_launched(self, slot: int, steps: int, prefill: bool) -> None:
         tokens = self.max_prefill_tokens if prefill else self.geometry.tokens_per_step
@@ -385,7 +397,7 @@ class MetadataService(BatchEdits):
 
     def slot_metadata(self, slot: int, batch: int, tokens: int) -> DecodeMetadata:
         """Metadata of a slot as a prepare of that shape returns it, without preparing."""
-        return self._slot(slot).buffers.view(batch, tokens)
+        return self.slot(slot).buffers.view(batch, tokens)
 
     def slot_prefill_metadata(self, slot: int, batch: int, full_index: bool) -> PrefillMetadata:
         """Metadata of a slot as a prepare_prefill of that shape returns it, without preparing; after its first prefill batch."""
@@ -425,7 +437,7 @@ class MetadataService(BatchEdits):
         )  # fmt: skip
 
     def _prefill_buffers(self, slot: int) -> PrefillBuffers:
-        buffers = self._slot(slot).prefill_buffers
+        buffers = self.slot(slot).prefill_buffers
         if buffers is None:
             raise ValueError(f"slot={slot} has no prefill batch: call set_prefill_batch first")
         return buffers
