@@ -170,12 +170,8 @@ class StagedEdits:
         batches: Batches = {}
         if not self._edits:
             batches, self._staged_batches = self._staged_batches, {}
-        if (
-            len(edits) > 1
-        ):  # the kernel gives a state's edits to one thread, so they stand together; the sort keeps their order
-            ordered = sorted(edits, key=_state_id)
-        else:
-            ordered = edits
+        # The kernel gives a state's edits to one thread, so they stand together; the sort keeps their order.
+        ordered = sorted(edits, key=_state_id) if len(edits) > 1 else edits
         rows = [edit.row for edit in ordered]
         payloads: list[bytes] = []
         words = 0  # of the payloads so far
