@@ -266,7 +266,6 @@ class BatchEdits(SequenceEdits):
 
     def slot_steps_launched(self, slot: int = 0) -> int:
         """Steps of a slot launched so far: the number that the last one's record will have."""
-        self.slot(slot)
         return self._bounds.launched_steps(slot)
 
     def _learn(self) -> None:

@@ -90,15 +90,17 @@ class SequenceBounds:
 
     def launched(self, slot: int, steps: int, tokens: int, prefill: bool = False) -> None:
         """So many more steps of a slot are launched, which may move each of its states by `tokens` each."""
-        first = self._launched[slot] + 1
-        self._launched[slot] = last = first + steps - 1
+        before = self._launched[slot]
+        self._launched[slot] = last = before + steps
         epochs, states = self._epochs[slot], self._states.get((slot, prefill))
         if states is None:
             return
-        if epochs and epochs[-1].states is states and epochs[-1].tokens == tokens and epochs[-1].last == first - 1:
-            epochs[-1].last = last
-            return
-        epochs.append(_Epoch(states, tokens, first, last))
+        if epochs:
+            epoch = epochs[-1]
+            if epoch.last == before and epoch.states is states and epoch.tokens == tokens:
+                epoch.last = last
+                return
+        epochs.append(_Epoch(states, tokens, before + 1, last))
         if not self._has_reader[slot] and len(epochs) > EPOCHS_UNREAD:
             self._sum_up(slot)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 import time
 from collections.abc import Callable
-from enum import IntEnum
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -37,8 +36,11 @@ Batches = dict[int, tuple[np.ndarray, int]]  # batch row -> (ids, version that t
 _state_id = attrgetter("state_id")
 
 
-class Edit(IntEnum):
-    """What a record edit does; the numbers are those of device_kernels/table_edits.cu, and zeros are no edit."""
+class Edit:
+    """What a record edit does; the numbers are those of device_kernels/table_edits.cu, and zeros are no edit.
+
+    Plain numbers: packing a member of an enumeration takes three times as long.
+    """
 
     ADMIT = 1
     RELEASE = 2
@@ -50,7 +52,7 @@ class Edit(IntEnum):
     APPEND_READY = 8
 
 
-class BatchEdit(IntEnum):
+class BatchEdit:
     """What a batch edit does."""
 
     SET_BATCH = 0
@@ -136,11 +138,11 @@ class StagedEdits:
         """Whether a batch is staged for a batch row."""
         return batch_row in self._staged_batches
 
-    def stage(self, state_id: int, kind: Edit, *values: int, tokens: list[int] | None = None) -> None:
+    def stage(self, state_id: int, kind: int, *values: int, tokens: list[int] | None = None) -> None:
         """Stage one record edit; edits of one flush apply in call order."""
         words = (state_id, kind, *values)
         row = _ROW.pack(*words, *_NOTHING[len(words) :])
-        self._edits.append(_StagedEdit(state_id, row, tokens, values[0] if kind is Edit.APPEND_READY else -1))
+        self._edits.append(_StagedEdit(state_id, row, tokens, values[0] if kind == Edit.APPEND_READY else -1))
 
     def stage_batch(self, batch_row: int, state_ids: np.ndarray, version: int = ANY_VERSION) -> None:
         """Stage the ids of a batch (int32 [B]); of several for one batch row the last one counts.
@@ -175,7 +177,8 @@ class StagedEdits:
         rows = [edit.row for edit in ordered]
         payloads: list[bytes] = []
         words = 0  # of the payloads so far
-        batch_rows = self._pack_appended(edits) + [b""] * len(batches)
+        batch_rows = self._pack_appended(edits) if self._appended else []
+        batch_rows += [b""] * len(batches)
         first = BUFFER_HEADER_WORDS + (len(rows) + len(batch_rows)) * EDIT_WORDS  # word of the first payload
         for number, edit in enumerate(ordered):  # token ids come first: so they stay at multiples of 8 bytes
             if edit.tokens:
@@ -214,6 +217,8 @@ class StagedEdits:
 
     def _wait_for_buffer(self) -> None:
         """Wait until the launch that last read the next buffer is over: it is never written while a launch may still read it."""
+        if self._packed - self._applied_count[0] < NUM_BUFFERS:
+            return
         begin = time.perf_counter()
         while self._packed - self._applied_count[0] >= NUM_BUFFERS:
             time.sleep(POLL_S)

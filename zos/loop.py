@@ -286,9 +286,11 @@ class DecodeLoop(RequestScheduler):
         mailbox = self._metadata_slot.mailbox
         if mailbox is None or not mailbox.has_reader:
             return
-        if self.steps_launched + self.steps_per_replay - (mailbox.next_step - 1) > mailbox.records:
-            self._take(self._service.poll(self._slot))
-        ahead = self.steps_launched + self.steps_per_replay - (mailbox.next_step - 1)
+        after = self._service.slot_steps_launched(self._slot) + self.steps_per_replay
+        if after - mailbox.next_step < mailbox.records:
+            return
+        self._take(self._service.poll(self._slot))
+        ahead = after - mailbox.next_step + 1
         if ahead > mailbox.records:
             raise MailboxFullError(
                 f"{self.steps_per_replay} step(s) more would be {ahead} ahead of the reader, but the mailbox of slot {self._slot} "
