@@ -3,6 +3,7 @@
 from zos.allocator import StateSlotAllocator
 from zos.bounded_replay import ReplayPlan, plan_bounded_replay
 from zos.cache import SwaCache
+from zos.device_loop import DeviceLoop
 from zos.entry import EntryFormat
 from zos.errors import (
     DeviceStateError,
@@ -28,6 +29,7 @@ __all__ = [
     "CompressionState",
     "DecodeLoop",
     "DecodeMetadata",
+    "DeviceLoop",
     "DeviceStateError",
     "EditsDuringCaptureError",
     "EntryFormat",

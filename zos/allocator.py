@@ -60,6 +60,10 @@ class StateSlotAllocator:
         self._in_use.remove(state_id)
         self._retired.append((after_step, state_id))
 
+    def settle(self, last_step: int) -> None:
+        """No step after this one was launched: slots given back after a later one wait for this one."""
+        self._retired = deque((min(after_step, last_step), state_id) for after_step, state_id in self._retired)
+
     def seen(self, step: int) -> list[int]:
         """Free the slots whose last step is at most `step`, and return them."""
         freed = []

@@ -104,6 +104,18 @@ class SequenceBounds:
         if not self._has_reader[slot] and len(epochs) > EPOCHS_UNREAD:
             self._sum_up(slot)
 
+    def settle(self, slot: int, last_step: int) -> int:
+        """The slot's last step is this one, earlier than was counted; returns by how many."""
+        fewer = self._launched[slot] - last_step
+        self._launched[slot] = last_step
+        self._since[slot] = np.minimum(self._since[slot], last_step)
+        epochs = self._epochs[slot]
+        while epochs and epochs[-1].first > last_step:
+            epochs.pop()
+        if epochs:
+            epochs[-1].last = min(epochs[-1].last, last_step)
+        return fewer
+
     def read(self, slot: int, record: StepRecord) -> None:
         """A record of the slot was read."""
         self._read[slot] = record.step

@@ -213,9 +213,7 @@ class DecodeLoop(RequestScheduler):
         for _ in range(replays):
             if self._requests:
                 self._schedule()
-            batch, tokens = self._batch_shape()
-            if self._batches_set != self._metadata_slot.batches_set:
-                raise ValueError(f"the batch of slot {self._slot} was set by another caller since loop.set_batch")
+            batch, tokens = self._checked_batch()
             self._check_room()
             if self._rotation_due:
                 self._stage(self._rotated(), batch, tokens)
@@ -225,7 +223,7 @@ class DecodeLoop(RequestScheduler):
             else:
                 for _ in range(each):
                     metadata = self._service.prepare(self._slot)
-                    self._service.commit(metadata, *_as_result(self._step(metadata)))
+                    self._service.commit(metadata, *as_result(self._step(metadata)))
             self._rotation_due = self._rotation > 0
 
     def poll(self) -> list[StepRecord]:
@@ -281,6 +279,13 @@ class DecodeLoop(RequestScheduler):
         if self._shape is None:
             raise ValueError("the loop has no batch: call set_batch first")
         return self._shape
+
+    def _checked_batch(self) -> tuple[int, int]:
+        """(B, T) of the batch, if it still is this loop's."""
+        shape = self._batch_shape()
+        if self._batches_set != self._metadata_slot.batches_set:
+            raise ValueError(f"the batch of slot {self._slot} was set by another caller since loop.set_batch")
+        return shape
 
     def _check_room(self) -> None:
         mailbox = self._metadata_slot.mailbox
@@ -341,14 +346,15 @@ class DecodeLoop(RequestScheduler):
             with torch.cuda.stream(branch):
                 self._service.publish(self._slot)
         self._service.launch_prepare(metadata)
-        result = _as_result(self._step(metadata))
+        result = as_result(self._step(metadata))
         if branch is not None:
             main.wait_stream(branch)  # commit must not write a record while one is copied
         self._service.commit(metadata, *result)
         return result
 
 
-def _as_result(returned: torch.Tensor | tuple[torch.Tensor, ...] | StepResult) -> StepResult:
+def as_result(returned: torch.Tensor | tuple[torch.Tensor, ...] | StepResult) -> StepResult:
+    """Return what a step returned as a StepResult; raises TypeError for anything else."""
     if isinstance(returned, torch.Tensor):
         return StepResult(returned)
     if isinstance(returned, tuple) and 1 <= len(returned) <= len(StepResult._fields):

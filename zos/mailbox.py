@@ -151,7 +151,7 @@ class Mailbox:
         if checksum(payload) != expected:
             return None  # torn: it will be whole at the next look
         self.next_step += 1
-        return _parsed(payload)
+        return parsed(payload)
 
     def wait(self, step: int, timeout_s: float, records: list[StepRecord]) -> None:
         """Read records into `records` until that of `step` is there.
@@ -185,8 +185,8 @@ class Mailbox:
         )
 
 
-def _parsed(payload: np.ndarray) -> StepRecord:
-    """Arrays of a record's payload, int32 words (device_kernels/results.cuh)."""
+def parsed(payload: np.ndarray) -> StepRecord:
+    """Take apart the payload of a record, int32 words (device_kernels/results.cuh); its arrays are views."""
     rows, tokens = int(payload[ROWS]), int(payload[TOKENS_PER_ROW])
     end = HEADER_WORDS + ROW_WORDS * rows
     arrays = payload[HEADER_WORDS:end].reshape(ROW_WORDS, rows)
@@ -200,7 +200,7 @@ def _parsed(payload: np.ndarray) -> StepRecord:
         kept=arrays[3],
         flags=arrays[4],
         next_state_ids=arrays[5],
-        kept_tokens=payload[end:].view(np.int64).reshape(rows, tokens) if tokens else None,
+        kept_tokens=payload[end : end + 2 * rows * tokens].view(np.int64).reshape(rows, tokens) if tokens else None,
         errors=header[7],
         deferred=header[8],
         stale=header[9],

@@ -8,6 +8,8 @@ from typing import NoReturn
 import torch
 
 import zos.ops
+from device_kernels import device_loop
+from host_fallback.commit import APPENDED, TAKEN
 from zos.arguments import whole_number
 from zos.batches import BatchEdits
 from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
@@ -15,7 +17,7 @@ from zos.devices import resolve_device
 from zos.edits import StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
-from zos.mailbox import StepRecord
+from zos.mailbox import StepRecord, parsed
 from zos.mapped import shared_zeros
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from zos.streams import StreamOrder
@@ -303,6 +305,29 @@ class MetadataService(BatchEdits):
             raise
         for batch_row in packed[1]:
             self._batch_launched(batch_row)
+
+    def load_device_loop(self) -> None:
+        """Compile and load the kernel of a device-driven loop, so that a capture finds it ready."""
+        for kernel in device_loop.KERNELS:
+            kernel.load(self.device.index)
+
+    def decide_next_step(self, slot: int, handle: int, control: torch.Tensor, steps: torch.Tensor, spare: int) -> None:
+        """Launch what decides whether a WHILE node runs another step of a slot; captured, the last of its body."""
+        mailbox, state = self._attached(slot), self._edits.batch_states[slot]
+        device_loop.bind_decide_next_step(
+            handle, mailbox.results, mailbox.results_state, state, control, steps, spare
+        )()
+
+    def starved(self, slot: int = 0) -> bool:
+        """Whether a sequence finished in the slot's last step and no entry of its ready queue is left; on the CPU."""
+        mailbox, state = self._attached(slot), self._edits.batch_states[slot]
+        record = mailbox.results[int(mailbox.results_state[0]) % mailbox.records]
+        ended = parsed(record.numpy())
+        return bool((ended.finished & ~ended.refilled).any()) and int(state[TAKEN]) == int(state[APPENDED])
+
+    def settle_launched(self, last_step: int, slot: int = 0) -> None:
+        """Say that the last of a slot's steps that were counted as launched was `last_step`: a run ended early."""
+        self.steps_launched -= self._bounds.settle(slot, last_step)
 
     def publish(self, slot: int = 0) -> None:
         """Publish the records of the steps that have run, in one launch on the current stream; may be captured.
