@@ -262,6 +262,12 @@ class DecodeLoop(RequestScheduler):
         """Number of the last step launched."""
         return self._service.slot_steps_launched(self._slot)
 
+    @property
+    def last_step_read(self) -> int:
+        """Number of the last step whose record has been read; 0 without a mailbox."""
+        mailbox = self._metadata_slot.mailbox
+        return 0 if mailbox is None else mailbox.next_step - 1
+
     def capture(self, batch_sizes: Iterable[int] | None = None, max_tokens: int | None = None) -> None:
         """Capture the graphs of these buckets (default: all) for a token budget ahead of their first use; no-op on the CPU.
 
