@@ -220,12 +220,14 @@ def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> N
     states, ring = swa_cache.shape[-4:-2]
     if ring < 1 or states * ring > INT32_LARGEST:
         raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
-    extent = (
-        1  # bytes from an entry's first to behind its last, then of all entries along the dimensions of shorter strides
-    )
+    if swa_cache.stride(-1) != 1:
+        raise ValueError(
+            f"Invalid stride of swa_cache: expected the bytes of an entry one after the other, got {swa_cache.stride()}"
+        )
+    extent = 1  # bytes of all entries along the dimensions of shorter strides, from the first to behind the last
     for stride, size in sorted(zip(swa_cache.stride(), swa_cache.shape, strict=True)):
         if size > 1:
-            if stride < extent or (extent == 1 and stride != 1):
+            if stride < extent:
                 raise ValueError(
                     f"Invalid stride of swa_cache: entries of {entry} bytes overlap in {swa_cache.stride()}"
                 )
