@@ -244,6 +244,8 @@ def test_bad_load_arguments(device: str) -> None:
         torch.ops.zos.swa_ring_load(view, plan, out, 128)
     with pytest.raises(ValueError, match="shape of load_plan"):
         torch.ops.zos.swa_ring_load(view, plan[:, :2].contiguous(), out, 64)
+    with pytest.raises(ValueError, match="shape of load_plan"):
+        torch.ops.zos.swa_ring_load(view, plan[0, 0, 0], out, 64)
     with pytest.raises(ValueError, match="window=0"):
         torch.ops.zos.swa_ring_load(view, plan, out, 0)
 

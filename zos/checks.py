@@ -248,7 +248,7 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
     """Raise ValueError unless the arguments of swa_ring_load fit each other."""
     _expect_cache(swa_cache, out, "out")
     whole_number("window", window, 1)
-    rows = load_plan.shape[0]
+    rows = load_plan.shape[0] if load_plan.dim() else 0
     _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
     if out.shape[-2] < whole_number("B * window", rows * window, 0):
         raise ValueError(
