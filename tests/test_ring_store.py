@@ -223,7 +223,10 @@ def test_strange_plans_read_nothing(device: str) -> None:
         (lambda v, s, c: (v, s, c[..., :500]), "shape of swa_cache"),
         (lambda v, s, c: (v, s, c[:, :, 0]), "shape of swa_cache"),
         (lambda v, s, c: (v, s, c.as_strided((4, RING, 1, ENTRY), (100, ENTRY, ENTRY, 1))), "stride of swa_cache"),
-        (lambda v, s, c: (v, s, c.transpose(1, 3).contiguous().transpose(1, 3)), "stride of swa_cache: expected the bytes"),
+        (
+            lambda v, s, c: (v, s, c.transpose(1, 3).contiguous().transpose(1, 3)),
+            "stride of swa_cache: expected the bytes",
+        ),
     ],
 )
 def test_bad_arguments(device: str, spoil: object, message: str) -> None:
