@@ -330,3 +330,12 @@ def test_segments_fill_rows_of_their_own_row_only(device: str, seed: int) -> Non
     row, zero = list(everything.cpu()), torch.zeros(WIDTH)
     expected = [*row[7:13], row[0], zero, zero, zero, *row[0:5], zero]
     assert_bitwise_equal(out.view(torch.int32), torch.stack(expected).view(torch.int32), "loaded")
+
+
+def test_values_of_a_recording_model(device: str) -> None:
+    """Values of a caller that forgot torch.no_grad are taken on both paths, not on the device's alone."""
+    view, plain = cache(device), cache(device)
+    values = torch.ones(2, WIDTH, device=device)
+    store(values, [0, 1], plain)
+    store(values.clone().requires_grad_(), [0, 1], view)
+    assert_bitwise_equal(view, plain, "cache")
