@@ -220,12 +220,14 @@ def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> N
     states, ring = swa_cache.shape[-4:-2]
     if ring < 1 or states * ring > INT32_LARGEST:
         raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
-    extent = (
-        1  # bytes from an entry's first to behind its last, then of all entries along the dimensions of shorter strides
-    )
+    if swa_cache.stride(-1) != 1:
+        raise ValueError(
+            f"Invalid stride of swa_cache: expected the bytes of an entry one after the other, got {swa_cache.stride()}"
+        )
+    extent = 1  # bytes of all entries along the dimensions of shorter strides, from the first to behind the last
     for stride, size in sorted(zip(swa_cache.stride(), swa_cache.shape, strict=True)):
         if size > 1:
-            if stride < extent or (extent == 1 and stride != 1):
+            if stride < extent:
                 raise ValueError(
                     f"Invalid stride of swa_cache: entries of {entry} bytes overlap in {swa_cache.stride()}"
                 )
@@ -246,7 +248,7 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
     """Raise ValueError unless the arguments of swa_ring_load fit each other."""
     _expect_cache(swa_cache, out, "out")
     whole_number("window", window, 1)
-    rows = load_plan.shape[0]
+    rows = load_plan.shape[0] if load_plan.dim() else 0
     _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
     if out.shape[-2] < whole_number("B * window", rows * window, 0):
         raise ValueError(
