@@ -311,6 +311,9 @@ def test_several_layers_at_once(device: str, seed: int) -> None:
         torch.ops.zos.swa_ring_store(values, slots, swa_cache.layer(0).expand(3, -1, -1, -1, -1), None)
     with pytest.raises(ValueError, match="ring=4"):
         swa_cache.layers(2, 3)
+    many = torch.zeros(65_536 * 33, dtype=torch.uint8, device=device).view(65_536, 1, 1, 1, 33)
+    with pytest.raises(ValueError, match="L = 65536 exceeds 65535"):
+        torch.ops.zos.swa_ring_store(torch.zeros(65_536, 1, 32, device=device), slots[:1], many, None)
 
 
 def test_segments_fill_rows_of_their_own_row_only(device: str, seed: int) -> None:

@@ -14,6 +14,7 @@ from zos.entry import EntryFormat
 from zos.table import RECORD_WORDS
 
 EDIT_WORDS = 16
+MOST_LAYERS = 65_535  # of a ring store or load: the grid's second axis
 SCALE_BLOCK = EntryFormat.mxfp8().scale_block  # values that share a scale byte
 INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
 
@@ -217,6 +218,8 @@ def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> N
     if swa_cache.dim() != len(layers) + 4 or list(swa_cache.shape) != [*layers, *swa_cache.shape[-4:-2], 1, entry]:
         expected = ", ".join([*map(str, layers), "S", "R", "1", str(entry)])
         raise ValueError(f"Invalid shape of swa_cache: expected [{expected}], got {list(swa_cache.shape)}")
+    if layers and layers[0] > MOST_LAYERS:
+        raise ValueError(f"Invalid shape of {name}: L = {layers[0]} exceeds {MOST_LAYERS} layers, a launch's most")
     states, ring = swa_cache.shape[-4:-2]
     if ring < 1 or states * ring > INT32_LARGEST:
         raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
