@@ -5,7 +5,8 @@ BIN := $(VENV)/bin
 TRACE ?= examples/traces/azure_llm_2023_conv_sample.csv
 GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 
-# Without a GPU the constraints keep torch at its CPU build; with one, torch and CuPy come as the platform has them.
+# Without a GPU the constraints pin what is installed. They leave NVRTC open: where pip finds only torch's CUDA build (PyPI on Linux),
+# that pins an NVRTC of its own. With a GPU, torch and CuPy come as the platform has them.
 ifeq ($(GPU),yes)
 EXTRAS := test,dev,bench,cu13
 CONSTRAINTS :=

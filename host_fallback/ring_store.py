@@ -41,7 +41,7 @@ def swa_ring_store(
     """Quantise and write, on checked CPU arguments; shapes and meaning are documented at `zos.ops`."""
     width, (states, ring) = values.shape[-1], swa_cache.shape[-4:-2]
     entries = np.empty((*values.shape[:-1], width + width // SCALE_BLOCK), np.uint8)
-    _quantise(values.float().numpy().reshape(-1, width), entries.reshape(-1, entries.shape[-1]))
+    _quantise(values.detach().float().numpy().reshape(-1, width), entries.reshape(-1, entries.shape[-1]))
     slots = write_slot.numpy()
     stored = (slots >= 0) & (slots < states * ring)  # -1 would be the last row to NumPy
     state, slot = np.divmod(slots[stored], ring)

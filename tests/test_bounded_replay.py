@@ -70,9 +70,19 @@ def test_hit_sets_the_start(given: str) -> None:
     svc = zos.MetadataService(capacity=4, max_batch=1, device="cpu")
     with pytest.raises(ValueError, match=f"{given}=5 given, but prefix_hit=1000"):
         svc.admit(2, prefix_hit=1000, prompt_end=1100, **{given: 5})
-    with pytest.raises(ValueError, match="hit_length=-1"):
-        svc.admit(2, prefix_hit=-1)
+    with pytest.raises(ValueError, match="prefix_hit=-1"):
+        svc.admit(2, prefix_hit=-1, prompt_end=1100)
     svc.admit(2)
+
+
+def test_a_hit_needs_a_prompt() -> None:
+    """Cut to a prompt of no tokens, the hit would be dropped without a word, and the sequence decode from position 0."""
+    svc = zos.MetadataService(capacity=4, max_batch=1, device="cpu")
+    with pytest.raises(ValueError, match="prefix_hit=1000 of state_id 2 given without prompt_end"):
+        svc.admit(2, prefix_hit=1000)
+    svc.admit(2, prefix_hit=0)  # refused calls stage nothing, and there is nothing to drop here
+    svc.flush()
+    assert svc.table.generation[2].item() == 1
 
 
 def test_hit_leaves_every_entry_its_tokens() -> None:

@@ -156,6 +156,7 @@ def test_numbers_out_of_range_are_named(bad: object) -> None:
         (cache.scales, "ring"),
         (cache.stored, "state_id"),
         (cache.compression, "layer"),
+        (lambda ring: cache.layers(ring, 1), "ring"),
     ):
         with pytest.raises(ValueError, match=f"^{name}={bad}"):
             view(bad)  # type: ignore[operator]

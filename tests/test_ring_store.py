@@ -223,6 +223,10 @@ def test_strange_plans_read_nothing(device: str) -> None:
         (lambda v, s, c: (v, s, c[..., :500]), "shape of swa_cache"),
         (lambda v, s, c: (v, s, c[:, :, 0]), "shape of swa_cache"),
         (lambda v, s, c: (v, s, c.as_strided((4, RING, 1, ENTRY), (100, ENTRY, ENTRY, 1))), "stride of swa_cache"),
+        (
+            lambda v, s, c: (v, s, c.transpose(1, 3).contiguous().transpose(1, 3)),
+            "stride of swa_cache: expected the bytes",
+        ),
     ],
 )
 def test_bad_arguments(device: str, spoil: object, message: str) -> None:
@@ -243,6 +247,8 @@ def test_bad_load_arguments(device: str) -> None:
         torch.ops.zos.swa_ring_load(view, plan, out, 128)
     with pytest.raises(ValueError, match="shape of load_plan"):
         torch.ops.zos.swa_ring_load(view, plan[:, :2].contiguous(), out, 64)
+    with pytest.raises(ValueError, match="shape of load_plan"):
+        torch.ops.zos.swa_ring_load(view, plan[0, 0, 0], out, 64)
     with pytest.raises(ValueError, match="window=0"):
         torch.ops.zos.swa_ring_load(view, plan, out, 0)
 
@@ -305,6 +311,9 @@ def test_several_layers_at_once(device: str, seed: int) -> None:
         torch.ops.zos.swa_ring_store(values, slots, swa_cache.layer(0).expand(3, -1, -1, -1, -1), None)
     with pytest.raises(ValueError, match="ring=4"):
         swa_cache.layers(2, 3)
+    many = torch.zeros(65_536 * 33, dtype=torch.uint8, device=device).view(65_536, 1, 1, 1, 33)
+    with pytest.raises(ValueError, match="L = 65536 exceeds 65535"):
+        torch.ops.zos.swa_ring_store(torch.zeros(65_536, 1, 32, device=device), slots[:1], many, None)
 
 
 def test_segments_fill_rows_of_their_own_row_only(device: str, seed: int) -> None:
@@ -324,3 +333,12 @@ def test_segments_fill_rows_of_their_own_row_only(device: str, seed: int) -> Non
     row, zero = list(everything.cpu()), torch.zeros(WIDTH)
     expected = [*row[7:13], row[0], zero, zero, zero, *row[0:5], zero]
     assert_bitwise_equal(out.view(torch.int32), torch.stack(expected).view(torch.int32), "loaded")
+
+
+def test_values_of_a_recording_model(device: str) -> None:
+    """Values of a caller that forgot torch.no_grad are taken on both paths, not on the device's alone."""
+    view, plain = cache(device), cache(device)
+    values = torch.ones(2, WIDTH, device=device)
+    store(values, [0, 1], plain)
+    store(values.clone().requires_grad_(), [0, 1], view)
+    assert_bitwise_equal(view, plain, "cache")

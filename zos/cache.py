@@ -114,9 +114,8 @@ class SwaCache:
         ValueError
             There are no such rings.
         """
-        count = whole_number("count", count, 1)
+        first, count = self.layer(first_ring), whole_number("count", count, 1)
         self._ring_offset(first_ring + count - 1)
-        first = self.layer(first_ring)
         rings = self.layout.rings[first_ring : first_ring + count]
         stride = rings[-1].offset - rings[0].offset
         return first.as_strided((count, *first.shape), (stride // max(1, count - 1), *first.stride()))

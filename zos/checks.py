@@ -18,6 +18,7 @@ EDIT_WORDS = 16
 BUFFER_HEADER_WORDS = 16
 LEAST_BUFFER_WORDS = BUFFER_HEADER_WORDS + 16 * EDIT_WORDS  # a launch reads so much before it knows how much there is
 BATCH_STATE_WORDS = 8
+MOST_LAYERS = 65_535  # of a ring store or load: the grid's second axis
 SCALE_BLOCK = EntryFormat.mxfp8().scale_block  # values that share a scale byte
 INT32, INT64, BOOL = torch.int32, torch.int64, torch.bool
 
@@ -282,15 +283,19 @@ def _expect_cache(swa_cache: torch.Tensor, values: torch.Tensor, name: str) -> N
     if swa_cache.dim() != len(layers) + 4 or list(swa_cache.shape) != [*layers, *swa_cache.shape[-4:-2], 1, entry]:
         expected = ", ".join([*map(str, layers), "S", "R", "1", str(entry)])
         raise ValueError(f"Invalid shape of swa_cache: expected [{expected}], got {list(swa_cache.shape)}")
+    if layers and layers[0] > MOST_LAYERS:
+        raise ValueError(f"Invalid shape of {name}: L = {layers[0]} exceeds {MOST_LAYERS} layers, a launch's most")
     states, ring = swa_cache.shape[-4:-2]
     if ring < 1 or states * ring > INT32_LARGEST:
         raise ValueError(f"Invalid shape of swa_cache: S * R = {states * ring} must be 1 … 2^31 - 1")
-    extent = (
-        1  # bytes from an entry's first to behind its last, then of all entries along the dimensions of shorter strides
-    )
+    if swa_cache.stride(-1) != 1:
+        raise ValueError(
+            f"Invalid stride of swa_cache: expected the bytes of an entry one after the other, got {swa_cache.stride()}"
+        )
+    extent = 1  # bytes of all entries along the dimensions of shorter strides, from the first to behind the last
     for stride, size in sorted(zip(swa_cache.stride(), swa_cache.shape, strict=True)):
         if size > 1:
-            if stride < extent or (extent == 1 and stride != 1):
+            if stride < extent:
                 raise ValueError(
                     f"Invalid stride of swa_cache: entries of {entry} bytes overlap in {swa_cache.stride()}"
                 )
@@ -311,7 +316,7 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
     """Raise ValueError unless the arguments of swa_ring_load fit each other."""
     _expect_cache(swa_cache, out, "out")
     whole_number("window", window, 1)
-    rows = load_plan.shape[0]
+    rows = load_plan.shape[0] if load_plan.dim() else 0
     _expect("load_plan", load_plan, INT32, (rows, 3, 4), out.device)
     if out.shape[-2] < whole_number("B * window", rows * window, 0):
         raise ValueError(

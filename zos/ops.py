@@ -14,8 +14,8 @@ prepare_v4_prefill_metadata
     kv_swa_full_index int32 [T, W] or None, max_prefill_tokens (= T).
 swa_ring_store
     values float32, float16 or bfloat16 [T, D] (D a multiple of 32), write_slot int64 [T] (state * R + slot; others, -1 among them,
-    are skipped), swa_cache uint8 [S, R, 1, D + D / 32] (strides of states and slots free), cast_back like values or None: what a
-    reader of the ring will see. Several layers in one launch: values [L, T, D] and swa_cache [L, S, R, 1, D + D / 32].
+    are skipped; no slot twice), swa_cache uint8 [S, R, 1, D + D / 32] (strides of states and slots free), cast_back like values or
+    None: what a reader of the ring will see. Several layers in one launch: values [L, T, D] and swa_cache [L, S, R, 1, D + D / 32].
 swa_ring_load
     swa_cache, load_plan int32 [B, 3, 4], out float32, float16 or bfloat16 [B * window or more, D], of which the first
     B * window rows are written, window. Several layers in one launch: swa_cache [L, S, R, 1, D + D / 32] and out [L, rows, D].

@@ -88,7 +88,7 @@ class SequenceEdits:
             Input ids of its next step, with carry_tokens; missing ones are 0.
         prefix_hit : int, optional
             Tokens whose compressed entries a prefix cache had, cut to prompt_end: the sequence starts by bounded replay
-            (`zos.plan_bounded_replay`), and q_start, swa_valid_start and kv_cached_end are not given.
+            (`zos.plan_bounded_replay`), and q_start, swa_valid_start and kv_cached_end are not given. Needs prompt_end, unless 0.
 
         Raises
         ------
@@ -145,6 +145,9 @@ class SequenceEdits:
                     raise ValueError(
                         f"{name}={value} given, but prefix_hit={prefix_hit} of state_id {state_id} sets it"
                     )
+            prefix_hit = whole_number("prefix_hit", prefix_hit, 0)
+            if prefix_hit > 0 and prompt_end == 0:
+                raise ValueError(f"prefix_hit={prefix_hit} of state_id {state_id} given without prompt_end")
             plan = plan_bounded_replay(prefix_hit, prompt_end, self.geometry.window)
             q_start, swa_valid_start, kv_cached_end = plan
             if plan.kv_cached_end > 0:

@@ -143,10 +143,10 @@ class MetadataService(BatchEdits):
 
     @torch.compiler.disable
     def prepare_prefill(self, slot: int = 0, full_index: bool = False) -> PrefillMetadata:
-        """Flush staged edits, then turn the slot's prefill batch into metadata; moves no sequence, two launches.
+        """Flush staged edits, then turn the slot's prefill batch into metadata; moves no sequence.
 
-        A chunk longer than ring - window overwrites history that it was given: once its entries are stored, commit it before
-        preparing the row again.
+        One launch, two for a batch of more than 128 rows. A chunk longer than ring - window overwrites history that it was given:
+        once its entries are stored, commit it before preparing the row again.
 
         Parameters
         ----------
