@@ -263,6 +263,19 @@ class DecodeLoop(RequestScheduler):
         return self._service.slot_steps_launched(self._slot)
 
     @property
+    def service(self) -> MetadataService:
+        """The service whose slot this loop drives."""
+        return self._service
+
+    @property
+    def room(self) -> int:
+        """Steps that may be launched before the mailbox is full of unread records."""
+        mailbox = self._metadata_slot.mailbox
+        if mailbox is None:
+            raise ValueError("the loop has no mailbox (records=0)")
+        return mailbox.records - (self.steps_launched - mailbox.next_step + 1)
+
+    @property
     def last_step_read(self) -> int:
         """Number of the last step whose record has been read; 0 without a mailbox."""
         mailbox = self._metadata_slot.mailbox

@@ -15,9 +15,9 @@ import torch
 
 from zos.cache import SwaCache
 from zos.cli import InputError
+from zos.cli.bench_loop import bench_gpu, bench_host, bench_stall
 from zos.cli.options import check_output, usable
 from zos.layout import StateSlotLayout
-from zos.loop import DecodeLoop
 from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
 from zos.table import COLUMNS, RECORD_WORDS, Phase
@@ -214,19 +214,10 @@ def bench_ring(size: int, replays: int) -> Iterator[Row]:
 
 
 def bench_loop(size: int, replays: int) -> Iterator[Row]:
-    """Host time of a replayed step beside the bare graph replay."""
-    svc, _ = ragged_service(size, "cuda", "strided")
-    loop = DecodeLoop(svc, lambda metadata: metadata.seqlens_q)
-    loop.set_batch([-1])
-    loop.run()
-    torch.cuda.synchronize()
-    bare = torch.cuda.CUDAGraph()
-    nothing = torch.zeros(1, device="cuda")
-    with torch.cuda.graph(bare):
-        nothing.add_(0)
-    medians = clock_medians({"loop": loop.run, "bare": bare.replay}, replays * 10)
-    torch.cuda.synchronize()
-    yield row("DecodeLoop.run", "host time", 1, medians["loop"], "graph replay alone", medians["bare"])
+    """Host and GPU time of a replayed step, with and without edits, and with a host that stalls (bench_loop.py)."""
+    for bench in (bench_host, bench_gpu, bench_stall):
+        for figure in bench(size, replays):
+            yield row(*figure)
 
 
 def bench_numba(size: int, repeats: int) -> Iterator[Row]:
@@ -263,7 +254,7 @@ def run(arguments: argparse.Namespace) -> int:
     sizes, replays = (QUICK_SIZES, 10) if arguments.quick else (SIZES, 60)
     benches: list[tuple[str, Callable[[int, int], Iterator[Row]], tuple[int, ...]]] = [("numba", bench_numba, (256,))]
     if usable("cuda"):
-        benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (1,))]
+        benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (64, 256))]
         benches += [("prefill", bench_prefill, (16,)), ("ring", bench_ring, (8192,))]
     chosen = [bench for bench in benches if arguments.filter in bench[0]]
     if not chosen:
