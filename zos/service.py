@@ -380,7 +380,7 @@ class MetadataService(BatchEdits):
         self._replays += 1
         if steps:
             self._bounds.launched(slot, steps, self.geometry.tokens_per_step)
-        self._order.mark(replayed=True)
+        self._order.mark_replay()
 
     def _prepared(self, metadata: StepMetadata) -> None:
         metadata.origin.prepared_batch, metadata.origin.prepared_after = metadata.batch, self._replays
