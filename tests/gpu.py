@@ -21,7 +21,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from tests.steady_state import read
+
 ROOT = Path(__file__).parent.parent
+NSIGHT = Path("/opt/nvidia")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PARITY_CASES = int(os.environ.get("ZOS_GPU_PARITY_CASES", "1000000"))
 FULL_TRACE = os.environ.get("ZOS_FULL_TRACE", "")  # a whole trace to replay, where one lies at hand
@@ -103,6 +106,24 @@ def command(name: str, scratch: Path, *arguments: str) -> dict[str, Any]:
     return {"exit_code": code, **found}
 
 
+def steady_state(scratch: Path) -> dict[str, Any]:
+    """What Nsight Systems sees of 1,000 steps of a loop; it comes with Nsight Compute, and needs libdw (a folder in ZOS_NSYS_LIBS)."""
+    found = sorted(NSIGHT.glob("nsight-compute/*/host/target-linux-x64/nsys")) or [Path("nsys")]
+    libraries = os.pathsep.join(filter(None, (os.environ.get("ZOS_NSYS_LIBS"), os.environ.get("LD_LIBRARY_PATH"))))
+    report, export = scratch / "steps.nsys-rep", scratch / "steps.sqlite"
+    flags = "-s none --cpuctxsw=none -t cuda,nvtx --cuda-graph-trace=node --capture-range=cudaProfilerApi".split()
+    workload = [sys.executable, "-m", "tests.steady_state", "run"]
+    profile = [str(found[-1]), "profile", *flags, "--capture-range-end=stop", "-o", str(report), *workload]
+    code, output = run("nsys", profile, LD_LIBRARY_PATH=libraries)
+    arguments = ["export", "--type", "sqlite", "-o", str(export), str(report)]
+    if code == 0:
+        code, _ = run("nsys export", [str(found[-1]), *arguments], LD_LIBRARY_PATH=libraries)
+    if code:
+        return {"exit_code": code}
+    host = json.loads(next(line for line in output.splitlines() if line.startswith("{")))
+    return {"exit_code": 0, **read(export), **host}
+
+
 def main() -> int:
     """Run all parts and write the evidence; exit code 1 if any failed."""
     import torch
@@ -121,6 +142,7 @@ def main() -> int:
         scratch = Path(folder)
         bench = command("bench", scratch, "bench")  # alone; the rest may share the GPU
         evidence["benchmarks"] = bench.get("rows", [])
+        evidence["steady_state"] = steady_state(scratch)  # alone too
         replay = ("replay", "--device", "cuda")
         parts = {
             "tests": pool.submit(tests, scratch),
@@ -141,7 +163,7 @@ def main() -> int:
     good = (
         evidence["tests"]["exit_code"] == bench["exit_code"] == evidence["parity"]["exit_code"] == 0
         and all(evidence[name]["exit_code"] == 0 for name in parts if name.startswith("replay"))
-        and evidence["tests"]["skipped"] == 0
+        and evidence["steady_state"]["exit_code"] == evidence["tests"]["skipped"] == 0
         and all(tool["findings"] == 0 and tool["planted_findings"] > 0 for tool in evidence["sanitizer"].values())
     )
     target = Path(os.environ.get("OUT", ROOT / "docs" / "evidence")) / "h200.json"
