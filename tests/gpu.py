@@ -107,11 +107,11 @@ def command(name: str, scratch: Path, *arguments: str) -> dict[str, Any]:
 
 
 def steady_state(scratch: Path) -> dict[str, Any]:
-    """What Nsight Systems sees of 1,000 steps of a loop; it comes with Nsight Compute, and needs libdw (a folder in ZOS_NSYS_LIBS)."""
+    """What Nsight Systems, which comes with Nsight Compute, sees of 1,000 steps; it needs libdw (a folder in ZOS_NSYS_LIBS)."""
     found = sorted(NSIGHT.glob("nsight-compute/*/host/target-linux-x64/nsys")) or [Path("nsys")]
     libraries = os.pathsep.join(filter(None, (os.environ.get("ZOS_NSYS_LIBS"), os.environ.get("LD_LIBRARY_PATH"))))
     report, export = scratch / "steps.nsys-rep", scratch / "steps.sqlite"
-    flags = "-s none --cpuctxsw=none -t cuda,nvtx --cuda-graph-trace=node --capture-range=cudaProfilerApi".split()
+    flags = ["-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"]
     workload = [sys.executable, "-m", "tests.steady_state", "run"]
     profile = [str(found[-1]), "profile", *flags, "--capture-range-end=stop", "-o", str(report), *workload]
     code, output = run("nsys", profile, LD_LIBRARY_PATH=libraries)
