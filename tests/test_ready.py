@@ -1,4 +1,4 @@
-"""Test that a ready queue refills the batch on the device in the right order, and that set_batch never overwrites a refill unread."""
+"""Test that a ready queue refills the batch in the right order, and that set_batch never overwrites a refill unread."""
 
 from __future__ import annotations
 

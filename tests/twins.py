@@ -88,15 +88,27 @@ class Twins:
         for state_id in state_ids:
             self.edit("admit", state_id, **{"q_start": 10 * state_id, **columns})
 
+    def load(self, records: np.ndarray) -> None:
+        """Replace the table, as the caller's device code might."""
+        self.oracle.load_records(records)
+        self.svc.table.records.copy_(torch.from_numpy(records))
+
     def set_ready(self, state_ids: Sequence[int], slot: int = 0) -> None:
         """Append to a ready queue."""
         self.svc.set_ready(state_ids, slot)
         self.slots[slot].set_ready(state_ids)
 
-    def set_batch(self, state_ids: Sequence[int], batch: int | None = None, slot: int = 0, flush: bool = True) -> bool:
+    def set_batch(
+        self,
+        state_ids: Sequence[int],
+        batch: int | None = None,
+        slot: int = 0,
+        flush: bool = True,
+        max_tokens: int | None = None,
+    ) -> bool:
         """Set a decode batch; whether the oracle says that it is accepted. Without `flush` the next prepare sets it."""
         rows = list(state_ids) + [-1] * ((len(state_ids) if batch is None else batch) - len(state_ids))
-        self.svc.set_batch(state_ids, batch=len(rows), slot=slot)
+        self.svc.set_batch(state_ids, len(rows), max_tokens, slot)
         if flush:
             self.svc.flush()
         self._batches[slot] = rows
@@ -163,7 +175,8 @@ class Twins:
         assert_bitwise_equal(self.svc.table.records, self.oracle.records_array(), "records")
         assert self.svc.counters() == self.oracle.counters
         for slot, expected in enumerate(self.slots):
-            batch = self.svc.slot_metadata(slot, self.svc.max_batch, self.svc.geometry.tokens_per_step).state_ids
+            most = self.svc.max_batch
+            batch = self.svc.slot_metadata(slot, most, most * self.svc.geometry.tokens_per_step).state_ids
             assert batch.tolist() == expected.batch
             counts, ready = self.svc._edits.batch_states[slot].tolist(), as_array(self.svc._edits.ready[slot])
             places = np.arange(counts[TAKEN], counts[APPENDED]) % len(ready)
