@@ -261,9 +261,9 @@ def test_cases_reach_every_rule(seed: int) -> None:
         records[:, COLUMN["error"]] = 0
         oracle.load_records(records)
         batch = kind.draw(rng, SETUPS[0])
-        tickets = batch.expected(oracle)["tickets"]
+        tickets = batch.expected(oracle, batch.device_ids.tolist())["tickets"]
         if rng.random() < 0.5:
-            tickets = forge_tickets(rng, SETUPS[0], batch.device_ids, tickets, oracle.records_array())
+            tickets = forge_tickets(rng, SETUPS[0], tickets, oracle.records_array())
         result = random_result(rng, SETUPS[0], tickets)
         for _ in range(2):
             oracle.commit(tickets, result.num_kept, result.finished)

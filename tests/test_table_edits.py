@@ -9,7 +9,7 @@ import torch
 
 import zos
 from tests.reference import assert_bitwise_equal, edit_operands
-from zos.edits import EDITS_PER_BUFFER, BatchEdit, Edit
+from zos.edits import BatchEdit, Edit
 from zos.table import COLUMNS
 
 
@@ -118,16 +118,6 @@ def test_release_clears_the_error(device: str) -> None:
     assert record(svc, 3)["phase"] == zos.Phase.FREE
 
 
-def test_more_edits_than_a_buffer_holds(device: str) -> None:
-    """They go out in several launches, still in call order, and the batch after them."""
-    svc = service(device)
-    svc.admit(state_id=3, q_start=5)
-    for number in range(2 * EDITS_PER_BUFFER + 3):
-        svc.set_seqlen_q(3, number % 7)
-    svc.set_batch([3], batch=1)
-    assert svc.prepare().seqlens_q.tolist() == [(2 * EDITS_PER_BUFFER + 2) % 7]
-
-
 def test_other_states_stay(device: str, seed: int) -> None:
     """An edit touches one record only."""
     svc = service(device)
@@ -149,18 +139,6 @@ def test_last_batch_of_a_slot_wins(device: str) -> None:
     svc.set_batch([2], batch=1, slot=1)
     assert svc.prepare().seqlens_k.tolist() == [36, 0]
     assert svc.prepare(slot=1).seqlens_k.tolist() == [26]
-
-
-def test_failed_launch_keeps_the_edits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost: what a failing launch did not apply is staged still."""
-    svc = service(device)
-    svc.admit(state_id=3, q_start=5)
-    svc.set_batch([3], batch=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(svc._edits, "launch", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            svc.prepare()
-    assert svc.prepare().seqlens_k.tolist() == [11]
 
 
 def test_edits_outside_are_skipped(device: str) -> None:

@@ -76,7 +76,7 @@ class SequenceBounds:
 
     def set_states(self, slot: int, prefill: bool, states: np.ndarray) -> None:
         """From the next step on, steps of this slot may move these states."""
-        self._states[slot, prefill] = states[states >= 0]
+        self._states[slot, prefill] = states[(states >= 0) & (states < len(self._known))]  # a batch may hold anything
 
     def states(self, slot: int) -> np.ndarray:
         """States that the slot's next decode step may move."""

@@ -24,6 +24,7 @@ class Result:
     num_kept: np.ndarray  # int32 [B]
     finished: np.ndarray | None  # bool [B]
     next_tokens: np.ndarray | None  # int64 [B, Q]
+    kept_tokens: np.ndarray | None  # int64 [B, Q]: for the record
 
 
 def random_table(rng: np.random.Generator, setup: Setup) -> tuple[np.ndarray, np.ndarray | None]:
@@ -132,16 +133,15 @@ def random_result(rng: np.random.Generator, setup: Setup, tickets: np.ndarray) -
         num_kept = _mix(rng, [(85, num_kept), (3, -1), (4, q + 1), (8, garbage)])
     finished = rng.random(rows) < 0.15 if rng.random() < 0.5 else None
     tokens = _tokens(rng, (rows, step)) if setup.carry_tokens and rng.random() < 0.7 else None
-    return Result(np.where(q > 0, num_kept, garbage).astype(np.int32), finished, tokens)
+    kept_tokens = _tokens(rng, (rows, step)) if setup.records and setup.carry_tokens and rng.random() < 0.5 else None
+    return Result(np.where(q > 0, num_kept, garbage).astype(np.int32), finished, tokens, kept_tokens)
 
 
-def forge_tickets(
-    rng: np.random.Generator, setup: Setup, state_ids: np.ndarray, tickets: np.ndarray, records: np.ndarray
-) -> np.ndarray:
+def forge_tickets(rng: np.random.Generator, setup: Setup, tickets: np.ndarray, records: np.ndarray) -> np.ndarray:
     """Replace some rows' tickets by those of a chunk of any length, as a prefill of another table might have left."""
-    forged = tickets.copy()
+    forged, state_ids = tickets.copy(), np.where(tickets[:, 0] >= 0, tickets[:, 0], tickets[:, 2])
     column = {name: records[:, place].astype(np.int64) for place, name in enumerate(COLUMNS)}
-    for row in np.flatnonzero((state_ids >= 0) & (state_ids < setup.capacity) & (rng.random(len(tickets)) < 0.2)):
+    for row in np.flatnonzero((state_ids >= 0) & (rng.random(len(tickets)) < 0.2)):
         state_id = state_ids[row]
         q_start, prompt_end = column["q_start"][state_id], column["prompt_end"][state_id]
         most = min(setup.max_prefill_tokens, (prompt_end if q_start < prompt_end else LARGEST_POSITION) - q_start)

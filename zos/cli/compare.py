@@ -1,10 +1,11 @@
-"""Bitwise comparison of results, metadata as named arrays, and the poison that shows unwritten elements."""
+"""Bitwise comparison of results, metadata and records as named arrays, and the poison that shows unwritten elements."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
+from zos.mailbox import StepRecord
 from zos.metadata import StepMetadata
 
 POISON = -7  # no output may hold it
@@ -61,3 +62,8 @@ def poison(metadata: StepMetadata) -> None:
     """Fill every output with a value that none may hold, so that an element left unwritten shows."""
     for tensor in metadata_tensors(metadata).values():
         tensor.fill_(POISON)
+
+
+def record_arrays(record: StepRecord) -> dict[str, np.ndarray]:
+    """Return a step record's fields as arrays, by the names that the oracle uses; kept_tokens only where it has any."""
+    return {name: np.asarray(value) for name, value in record._asdict().items() if value is not None}

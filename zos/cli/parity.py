@@ -68,6 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
             this.run()
         except Mismatch as mismatch:
             mismatches += 1
+            del rigs[setup]  # its paths may have parted in what a round does not load
             if mismatches <= MISMATCHES_SHOWN:
                 print(f"mismatch (--seed {seed} --round {number}): {mismatch}", flush=True)
         except Exception as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -55,8 +56,8 @@ class Batch(ABC):
         """Prepare the slot, on which it was set."""
 
     @abstractmethod
-    def expected(self, oracle: PrefillOracle) -> dict[str, np.ndarray]:
-        """What the oracle makes of it."""
+    def expected(self, oracle: PrefillOracle, state_ids: Sequence[int]) -> dict[str, np.ndarray]:
+        """What the oracle makes of these rows."""
 
     @staticmethod
     @abstractmethod
@@ -95,9 +96,9 @@ class DecodeBatch(Batch):
         metadata: DecodeMetadata = svc.prepare(slot)
         return metadata
 
-    def expected(self, oracle: PrefillOracle) -> dict[str, np.ndarray]:
+    def expected(self, oracle: PrefillOracle, state_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Outputs of `prepare`."""
-        return oracle.prepare(self.device_ids, self.setup.token_layout, self.max_tokens)
+        return oracle.prepare(state_ids, self.setup.token_layout, self.max_tokens)
 
     @staticmethod
     def storage(svc: MetadataService, slot: int) -> DecodeMetadata:
@@ -134,9 +135,9 @@ class PrefillBatch(Batch):
         metadata: PrefillMetadata = svc.prepare_prefill(slot, self.full_index)
         return metadata
 
-    def expected(self, oracle: PrefillOracle) -> dict[str, np.ndarray]:
+    def expected(self, oracle: PrefillOracle, state_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Outputs of `prepare_prefill`."""
-        return oracle.prepare_prefill(self.device_ids, self.full_index)
+        return oracle.prepare_prefill(state_ids, self.full_index)
 
     @staticmethod
     def storage(svc: MetadataService, slot: int) -> PrefillMetadata:

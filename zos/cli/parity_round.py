@@ -11,6 +11,7 @@ from zos.cli.cases import Result, forge_tickets, random_edits, random_result, ra
 from zos.cli.compare import POISON, first_mismatch, metadata_arrays, poison
 from zos.cli.oracle_prefill import PrefillOracle
 from zos.cli.parity_batches import Batch, DecodeBatch, PrefillBatch
+from zos.cli.parity_slots import Slots
 from zos.cli.setups import SLOTS, Setup
 from zos.metadata import StepMetadata
 from zos.service import MetadataService
@@ -24,6 +25,17 @@ ACTIONS = {
     "repeat": 0.06,
     "edit": 0.06,
     "tamper": 0.06,
+}
+# With ready queues more of it is decode, which they refill; "ready" appends to one, or sets a batch under a step in flight.
+QUEUE_ACTIONS = {
+    "prepare": 0.14,
+    "prepare_prefill": 0.1,
+    "advance": 0.2,
+    "commit": 0.2,
+    "repeat": 0.06,
+    "edit": 0.06,
+    "tamper": 0.04,
+    "ready": 0.2,
 }
 LONGEST_ADVANCE = 6  # steps
 BATCHES: dict[str, type[Batch]] = {"prepare": DecodeBatch, "prepare_prefill": PrefillBatch}
@@ -66,6 +78,7 @@ class Round:
 
     def run(self) -> None:
         """Run it; raises Mismatch at the first difference."""
+        self.slots = Slots(self.rig.setup, self.rig.services, self.rig.oracle)
         records, token_ids = random_table(self.rng, self.rig.setup)
         self._load(records)
         if token_ids is not None:
@@ -75,8 +88,13 @@ class Round:
                 svc.table.token_ids.copy_(torch.from_numpy(token_ids))
         self.counted = {path: svc.counters() for path, svc in self.rig.services.items()}
         self.oracle_counted = dict(self.rig.oracle.counters)
-        self._prepare((str(self.rng.choice(list(BATCHES), p=[0.3, 0.7])), 0), redraw=True)
-        for action in self.rng.choice(list(ACTIONS), self.rng.integers(2, 13), p=list(ACTIONS.values())):
+        has_queue = self.rig.setup.records > 0
+        decode = 0.8 if has_queue else 0.3
+        self._prepare((str(self.rng.choice(list(BATCHES), p=[decode, 1 - decode])), 0), redraw=True)
+        if has_queue:
+            self._append_ready(0)
+        actions = QUEUE_ACTIONS if has_queue else ACTIONS
+        for action in self.rng.choice(list(actions), self.rng.integers(2, 13), p=list(actions.values())):
             self._act(str(action))
 
     def _act(self, action: str) -> None:
@@ -84,7 +102,9 @@ class Round:
             return self._prepare((action, int(self.rng.integers(SLOTS))), redraw=bool(self.rng.random() < 0.5))
         if action == "advance":
             return self._advance()
-        if action == "repeat" and self.last is not None:
+        if action == "ready":
+            self._ready()
+        elif action == "repeat" and self.last is not None:
             self._commit(*self.last)
         elif action == "edit":
             for method, arguments, keywords in random_edits(self.rng, self.rig.setup):
@@ -100,6 +120,29 @@ class Round:
                 self._forge(which)
             self._commit_result(which)
         self._compare_tables(action)
+        self._read()
+
+    def _ready(self) -> None:
+        """Append to a ready queue, or set a batch while a step of the former one is in flight: its result comes late."""
+        in_flight = [which for which in self.tickets if which[0] == "prepare"]
+        if in_flight and self.rng.random() < 0.5:
+            which = in_flight[self.rng.integers(len(in_flight))]
+            return self._set_batch(which, DecodeBatch.draw(self.rng, self.rig.setup))
+        return self._append_ready(int(self.rng.choice([slot for _, slot in self.tickets])))
+
+    def _append_ready(self, slot: int) -> None:
+        state_ids = self.slots.random_ready(self.rng, slot)
+        if self.judged:
+            self.slots.oracle[slot].set_ready(state_ids)
+        for svc in self.rig.services.values():
+            svc.set_ready(state_ids, slot)
+            svc.flush()
+
+    def _read(self) -> None:
+        """Read the records of some slots: what the host knows when it sets the next batch."""
+        for slot in self.slots.due(self.rng):
+            for path, record, expected in self.slots.read(slot, self.judged):
+                self._compare(f"record of slot {slot}", path, record, expected)
 
     def _advance(self) -> None:
         """Steps as an engine makes them, over batches that stay: what a commit left is what the next prepare finds."""
@@ -108,6 +151,7 @@ class Round:
             self._prepare(which)
             self._commit_result(which)
             self._compare_tables("commit")
+            self._read()
 
     def _any_prepared(self) -> Prepare:
         return list(self.tickets)[self.rng.integers(len(self.tickets))]
@@ -128,7 +172,8 @@ class Round:
             self._set_batch(which, BATCHES[action].draw(self.rng, self.rig.setup))
         batch = self.batches[which]
         self.cases += batch.rows
-        expected = batch.expected(self.rig.oracle) if self.judged else None
+        rows = self.slots.oracle[slot].batch[: batch.rows] if action == "prepare" else batch.device_ids.tolist()
+        expected = batch.expected(self.rig.oracle, rows) if self.judged else None
         self.prepared[which] = {}
         if self.last is not None and self.last[0] == which and len(self.last[1].num_kept) != batch.rows:
             self.last = None  # its result has another number of rows than the slot now
@@ -150,16 +195,22 @@ class Round:
         self._compare_tables(action)
 
     def _set_batch(self, which: Prepare, batch: Batch) -> None:
-        self.batches[which], slot = batch, which[1]
+        self.batches[which], (action, slot) = batch, which
+        strange = not np.array_equal(batch.device_ids, batch.state_ids)
+        behind = np.full(self.rig.setup.max_batch - batch.rows, -1, np.int32)
+        ids = np.concatenate([batch.device_ids, behind])  # of the whole batch
+        if action == "prepare" and self.judged:
+            self.slots.oracle[slot].set_batch(batch.state_ids.tolist())
+            if strange:
+                self.slots.oracle[slot].batch = ids.tolist()
         for svc in self.rig.services.values():
             batch.set_on(svc, slot)
-            if not np.array_equal(batch.device_ids, batch.state_ids):
-                svc.flush()
-                batch.storage(svc, slot).state_ids[: batch.rows].copy_(torch.from_numpy(batch.device_ids))
+            svc.flush()
+            if strange:
+                batch.storage(svc, slot).state_ids.copy_(torch.from_numpy(ids))
 
     def _forge(self, which: Prepare) -> None:
-        state_ids = self.batches[which].device_ids
-        forged = forge_tickets(self.rng, self.rig.setup, state_ids, self.tickets[which], self._records())
+        forged = forge_tickets(self.rng, self.rig.setup, self.tickets[which], self._records())
         self.tickets[which] = forged
         for metadata in self.prepared[which].values():
             metadata.tickets.copy_(torch.from_numpy(forged))
@@ -169,8 +220,13 @@ class Round:
         self._commit(*self.last)
 
     def _commit(self, which: Prepare, result: Result) -> None:
+        action, slot = which
+        self.slots.committed(slot)
         if self.judged:
-            self.rig.oracle.commit(self.tickets[which], result.num_kept, result.finished, result.next_tokens)
+            rows = None if action == "prepare" else self.batches[which].device_ids.tolist()
+            self.slots.oracle[slot].commit(
+                self.tickets[which], result.num_kept, result.finished, result.next_tokens, result.kept_tokens, rows
+            )
         for path, metadata in self.prepared[which].items():
             svc = self.rig.services[path]
             svc.commit(
@@ -178,6 +234,7 @@ class Round:
                 torch.from_numpy(result.num_kept).to(svc.device),
                 None if result.finished is None else torch.from_numpy(result.finished).to(svc.device),
                 None if result.next_tokens is None else torch.from_numpy(result.next_tokens).to(svc.device),
+                None if result.kept_tokens is None else torch.from_numpy(result.kept_tokens).to(svc.device),
             )
 
     def _compare_tables(self, action: str) -> None:
@@ -188,6 +245,8 @@ class Round:
                 actual["token_ids"] = svc.table.token_ids.cpu().numpy()
             counted = [count - self.counted[path][name] for name, count in svc.counters().items()]
             actual["counters"] = np.array(counted, np.int64)
+            if self.rig.setup.records:
+                actual |= self.slots.batches_of(svc)
             expected = expected or actual
             self._compare(action, path, actual, expected)
 
@@ -197,7 +256,8 @@ class Round:
         if oracle.token_ids is not None:
             table["token_ids"] = np.array(oracle.token_ids, np.int64)
         counted = [oracle.counters[name] - count for name, count in self.oracle_counted.items()]
-        return {**table, "counters": np.array(counted, np.int64)}
+        slots = self.slots.batches() if self.rig.setup.records else {}
+        return {**table, "counters": np.array(counted, np.int64), **slots}
 
     def _compare(self, action: str, path: str, actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
         if actual.keys() != expected.keys():

@@ -11,6 +11,7 @@ from zos.geometry import CompressionRing, RingGeometry
 from zos.service import MetadataService
 
 SLOTS = 3
+RECORDS = 12  # of a mailbox: few, so that it goes round
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Setup:
     max_prefill_tokens: int = 8192
     capacity: int = 384
     max_batch: int = 256
+    records: int = 0  # of each slot's mailbox, beside which there is a ready queue; 0: neither
 
     def service(self, device: str) -> MetadataService:
         """Make a service with every state admitted, so that edits of any of them are legal."""
@@ -40,6 +42,9 @@ class Setup:
         )
         for state_id in range(self.capacity):
             svc.admit(state_id)
+        for slot in range(SLOTS if self.records else 0):
+            svc.attach_mailbox(slot, self.records, kept_tokens=self.carry_tokens)
+            svc.set_ready([], slot)
         svc.flush()
         return svc
 
@@ -72,6 +77,7 @@ SETUPS = (
         (CompressionRing(2), CompressionRing(4, overlap=True), CompressionRing(128)),
         carry_tokens=True,
         max_prefill_tokens=150,
+        records=RECORDS,
     ),
     Setup(
         RingGeometry(128, 5, 133),
@@ -80,18 +86,27 @@ SETUPS = (
         carry_tokens=True,
         max_prefill_tokens=600,
     ),
-    Setup(ODD, "packed", (CompressionRing(2, 4),), carry_tokens=True, max_prefill_tokens=16),
-    Setup(ODD, "strided", (CompressionRing(3, 4, overlap=True),), max_prefill_tokens=3),  # fewer than a decode step
+    Setup(ODD, "packed", (CompressionRing(2, 4),), carry_tokens=True, max_prefill_tokens=16, records=RECORDS),
+    Setup(
+        ODD, "strided", (CompressionRing(3, 4, overlap=True),), max_prefill_tokens=3, records=RECORDS
+    ),  # fewer than a decode step
     Setup(ODD, "strided", (CompressionRing(2, 4), CompressionRing(5, 4)), carry_tokens=True, max_prefill_tokens=100),
-    Setup(ONE, "packed", (CompressionRing(1, 1),), max_prefill_tokens=5),
+    Setup(ONE, "packed", (CompressionRing(1, 1),), max_prefill_tokens=5, records=RECORDS),
     Setup(RingGeometry(1, 5), "strided", max_prefill_tokens=64),
     # Slots up to int32's end
-    Setup(WIDE, "packed", (CompressionRing(2, 8, entries=2**24),), max_prefill_tokens=200, capacity=2047),
+    Setup(
+        WIDE,
+        "packed",
+        (CompressionRing(2, 8, entries=2**24),),
+        max_prefill_tokens=200,
+        capacity=2047,
+        records=RECORDS,
+    ),
     Setup(WIDE, "strided", (CompressionRing(4, 8, entries=2**24 - 3),), max_prefill_tokens=40, capacity=2047),
-    # Batches of two launches
-    Setup(RingGeometry(16, 5), "packed", (CompressionRing(2),), capacity=2600, max_batch=2500),
+    # Batches of two launches, or of several blocks
+    Setup(RingGeometry(16, 5), "packed", (CompressionRing(2),), capacity=2600, max_batch=2500, records=RECORDS),
     Setup(RingGeometry(16, 5, 30), "strided", carry_tokens=True, max_prefill_tokens=700, capacity=2600, max_batch=2500),
-    Setup(SEED, "packed", (CompressionRing(2),), carry_tokens=True, max_prefill_tokens=8192),
+    Setup(SEED, "packed", (CompressionRing(2),), carry_tokens=True, max_prefill_tokens=8192, records=RECORDS),
 )
 TOKENS_OF_A_ROW = 8  # prefill places that cost about what a row of a batch does
 
