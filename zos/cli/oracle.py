@@ -1,4 +1,4 @@
-"""The oracle: what prepare and commit must do, in plain Python from the text of docs/design.md; it judges the fast paths.
+"""The oracle: what prepare must do, in plain Python from the text of docs/design.md; it judges the fast paths.
 
 Slow, scalar and complete; it shares no code with the paths that it judges, and NumPy only holds the results.
 """
@@ -10,25 +10,21 @@ from typing import Any
 
 import numpy as np
 
+from zos.cli.oracle_commit import DEFERRED, IN_ERROR, PADDING, CommitOracle
 from zos.cli.oracle_table import (
-    CHUNK_NOT_KEPT_WHOLE,
     CHUNK_PAST_PROMPT_END,
-    FINISHED,
     LIVE,
-    NUM_KEPT_RANGE,
-    PAUSED,
     POSITION_OVERFLOW,
     Q_START_NEGATIVE,
     SEQLEN_Q_RANGE,
     VALID_START_NEGATIVE,
     VALID_START_PAST_Q_START,
-    OracleTable,
 )
 
 LARGEST_POSITION = 2**31 - 1
 
 
-class Oracle(OracleTable):
+class Oracle(CommitOracle):
     """A table of sequences with the operators of the service.
 
     Parameters
@@ -67,8 +63,6 @@ class Oracle(OracleTable):
         self.window = window
         self.ring = ring
         self.compression = tuple(compression)
-
-    # ---- prepare -------------------------------------------------------------------------------------------
 
     def prepare(
         self, state_ids: Iterable[int], token_layout: str = "packed", max_tokens: int | None = None
@@ -133,7 +127,7 @@ class Oracle(OracleTable):
     def _write_empty_ticket(self, ticket: np.ndarray, state_id: int, error: int, taken: int) -> None:
         """Say in a ticket without tokens why there are none: 0 padding, 1 an error, 2 it did not fit; and whose it would be."""
         named = state_id if 0 <= state_id < len(self.records) else -1
-        ticket[:] = (-1, 1 if error else 2 if taken else 0, named, 0)
+        ticket[:] = (-1, IN_ERROR if error else DEFERRED if taken else PADDING, named, 0)
 
     def _padding(self, rows: int, places: int) -> dict[str, np.ndarray]:
         """Make the outputs of a batch without a live row."""
@@ -198,66 +192,3 @@ class Oracle(OracleTable):
                 emits = (p + 1) % ratio == 0 and p >= record["kv_cached_end"]
                 out[f"compression_write_slot[{ratio}]"][place] = slot
                 out[f"compression_index[{ratio}]"][place] = p // ratio if emits else -1
-
-    # ---- commit --------------------------------------------------------------------------------------------
-
-    def commit(
-        self,
-        tickets: Iterable[Sequence[int]],
-        num_kept: Iterable[int],
-        finished: Iterable[bool] | None = None,
-        next_tokens: Iterable[Sequence[int]] | None = None,
-    ) -> None:
-        """Move the ticketed sequences on by what was kept.
-
-        Parameters
-        ----------
-        tickets : iterable of (state_id, generation, q_start, seqlen_q)
-            What a prepare recorded, by row.
-        num_kept : iterable of int
-            Tokens kept by row, 0 for no result.
-        finished : iterable of bool, optional
-            Rows whose sequence ends here.
-        next_tokens : iterable of sequences of int, optional
-            Q input ids by row.
-        """
-        ends = None if finished is None else list(finished)
-        tokens = None if next_tokens is None else list(next_tokens)
-        for row, (ticket, kept) in enumerate(zip(tickets, num_kept, strict=True)):
-            state_id, generation, q_start, q = (int(word) for word in ticket)
-            if state_id < 0 or q <= 0:
-                continue
-            record = self.records[state_id]
-            if record["generation"] != generation or record["phase"] not in (LIVE, PAUSED):
-                self.counters["stale"] += 1
-            elif record["q_start"] != q_start:
-                self.counters["duplicate"] += 1
-            else:
-                ends_here = ends is not None and bool(ends[row])
-                self._commit_row(state_id, q, int(kept), ends_here, None if tokens is None else tokens[row])
-
-    def _commit_row(self, state_id: int, q: int, kept: int, ends: bool, tokens: Sequence[int] | None) -> None:
-        record = self.records[state_id]
-        q_start, stop_at = record["q_start"], record["stop_at"]
-        prefilling = q_start < record["prompt_end"]
-        if prefilling:
-            kept = q
-        elif q > self.tokens_per_step:
-            if kept != q:
-                return self._fail(record, CHUNK_NOT_KEPT_WHOLE, kept)
-        elif kept == 0:
-            return None
-        elif not 0 < kept <= q:
-            return self._fail(record, NUM_KEPT_RANGE, kept)
-        if stop_at > 0:
-            kept = max(0, min(kept, stop_at - q_start))
-        record["head"] = max(record["head"], q_start + q)
-        record["q_start"] = q_start + kept
-        prompt_complete = record["q_start"] >= record["prompt_end"]
-        if prefilling:
-            record["seqlen_q"] = self._next_seqlen_q(record)
-        if prompt_complete and tokens is not None:
-            self._set_tokens(state_id, tokens)
-        if (prompt_complete and ends) or 0 < stop_at <= record["q_start"]:
-            record["phase"] = FINISHED
-        return None
