@@ -22,7 +22,7 @@ struct Params {
     const bool* finished;          // [num_rows] or null
     const long long* next_tokens;  // [num_rows, tokens_per_step] or null
     unsigned long long* counters;  // [4]: stale, duplicate, deferred, errors
-    int* batch;                    // [num_rows]: state ids of the slot's batch, or null
+    int* batch;                    // [batch_rows]: state ids of the slot's whole batch, or null
     long long* batch_state;        // [8]: version, refused edits, ready entries taken, appended, blocks done; or null
     const int2* ready;             // [num_ready]: (state_id, generation), entry n at n % num_ready; or null
     int* results;                  // [num_results, result_words] or null: record n at n % num_results
@@ -31,6 +31,7 @@ struct Params {
     long long result_words;
     int capacity;
     int num_rows;
+    int batch_rows;                // num_rows or more: the batch may have grown since the tickets were written
     int tokens_per_step;
     int max_prefill_tokens;
     int num_ready;
@@ -185,7 +186,7 @@ __device__ int take_ready(const Params& p, int wanted, int* taken) {
             const int state_id = candidates[i];
             if (state_id < 0) continue;
             bool there = false;
-            for (int row = threadIdx.x; row < p.num_rows; row += blockDim.x) there |= p.batch[row] == state_id;
+            for (int row = threadIdx.x; row < p.batch_rows; row += blockDim.x) there |= p.batch[row] == state_id;
             for (int t = threadIdx.x; t < found; t += blockDim.x) there |= taken[t] == state_id;
             if (__syncthreads_or(there)) continue;
             if (threadIdx.x == 0) taken[found] = state_id;
@@ -221,7 +222,8 @@ __device__ void refill(const Params& p, int* record) {
             p.batch[row] = taken[rank];
             if (record) {
                 record[HEADER_WORDS + NEXT_STATE_ID * p.num_rows + row] = taken[rank];
-                record[HEADER_WORDS + FLAGS * p.num_rows + row] |= IS_REFILLED;
+                int* flags = record + HEADER_WORDS + FLAGS * p.num_rows + row;
+                *flags = __ldcg(flags) | IS_REFILLED;  // another block may have written it
             }
         }
         changed |= found > 0;

@@ -13,7 +13,7 @@ THREADS = 64  # small blocks: a batch of 256 rows spreads over four multiprocess
 MOST_THREADS = 1024  # of the one block that a step with a record or a refill gets, unless it has more rows
 WARP = 32
 
-_COMMIT = Kernel("commit", "commit", "13P" + "q" + "7i")
+_COMMIT = Kernel("commit", "commit", "13P" + "q" + "8i")
 KERNELS = (_COMMIT,)
 
 
@@ -62,6 +62,7 @@ def bind_commit(
         0 if results is None else results.shape[1],
         records.shape[0],
         num_rows,
+        0 if batch is None else batch.shape[0],
         tokens_per_step,
         max_prefill_tokens,
         0 if ready is None else ready.shape[0],

@@ -112,7 +112,7 @@ __device__ void apply_edits_of_state(const Params& p, const int* buffer, int fir
     record[3] = r.d;
 }
 
-// (batch row, SET_BATCH, payload position, ids, expected version or -1), or (batch row, SET_APPENDED, count's low, high word).
+// (batch row, SET_BATCH, payload position, ids, expected number of changes or -1), or (batch row, SET_APPENDED, count's low, high word).
 __device__ void apply_batch_edit(const Params& p, const int* buffer, const int* edit) {
     if (edit[0] < 0 || edit[0] >= p.num_batch_rows) return;  // skipped, as everything that would read or write outside
     long long* state = p.batch_states + edit[0] * static_cast<long long>(BATCH_STATE_WORDS);
@@ -121,15 +121,18 @@ __device__ void apply_batch_edit(const Params& p, const int* buffer, const int* 
         return;
     }
     const int num_ids = edit[3], expected = edit[4];
-    if (edit[1] != SET_BATCH || num_ids > p.batch_stride || edit[2] < 0 ||
+    if (edit[1] != SET_BATCH || num_ids < 0 || num_ids > p.batch_stride || edit[2] < 0 ||
         edit[2] + static_cast<long long>(num_ids) > p.buffer_words)
         return;
-    const bool refused = expected >= 0 && expected != static_cast<int>(state[VERSION]);
+    // Every set_batch counts here, refused or not: one that was staged on top of another finds the number that it expects only if
+    // no refill came in between, whatever became of the other.
+    const bool refused = expected >= 0 && expected != static_cast<int>((state[VERSION] + state[REFUSED]) & INT32_LARGEST);
     __syncthreads();  // every thread has read the version
     if (threadIdx.x == 0) ++state[refused ? REFUSED : VERSION];
     if (refused) return;
     int* batch = p.batches + edit[0] * p.batch_stride;
-    for (int row = threadIdx.x; row < num_ids; row += blockDim.x) batch[row] = buffer[edit[2] + row];
+    // Padding behind the ids: a later step of more rows, or a late refill, must not find a former batch there.
+    for (int row = threadIdx.x; row < p.batch_stride; row += blockDim.x) batch[row] = row < num_ids ? buffer[edit[2] + row] : -1;
 }
 
 extern "C" __global__ void apply_table_edits(const __grid_constant__ Params p) {

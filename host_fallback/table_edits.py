@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numba import njit
 
-from host_fallback.ring import ERROR, FREE, LIVE, NO_ERROR, PAUSED, next_seqlen_q
+from host_fallback.ring import ERROR, FREE, INT32_LARGEST, LIVE, NO_ERROR, PAUSED, next_seqlen_q
 
 EDIT_WORDS = 16
 ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START, APPEND_READY = range(1, 9)  # 0: no edit
@@ -62,7 +62,7 @@ def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill
 
 @njit(cache=True, error_model="numpy")
 def _apply_batch_edit(batches, batch_states, edit, buffer):
-    """Set a batch, where its version is the expected one, or the number of entries appended to its ready queue."""
+    """Set a batch, where it changed as often as expected, or the number of entries appended to its ready queue."""
     row = np.int64(edit[0])
     if not 0 <= row < batches.shape[0]:
         return
@@ -73,11 +73,14 @@ def _apply_batch_edit(batches, batch_states, edit, buffer):
     at, count, expected = np.int64(edit[2]), np.int64(edit[3]), edit[4]
     if edit[1] != SET_BATCH or at < 0 or not 0 <= count <= batches.shape[1] or at + count > buffer.shape[0]:
         return
-    if expected >= 0 and expected != np.int32(state[VERSION]):
+    # Every set_batch counts here, refused or not: one that was staged on top of another finds the number that it expects only if
+    # no refill came in between, whatever became of the other.
+    if expected >= 0 and expected != (state[VERSION] + state[REFUSED]) & INT32_LARGEST:
         state[REFUSED] += 1
         return
     state[VERSION] += 1
     batches[row, :count] = buffer[at : at + count]
+    batches[row, count:] = -1  # a later step of more rows, or a late refill, must not find a former batch there
 
 
 @njit(cache=True, error_model="numpy")

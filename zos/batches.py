@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zos.arguments import whole_number
+from zos.arguments import INT32_LARGEST, whole_number
 from zos.bounds import SequenceBounds
 from zos.buffers import DecodeBuffers, PrefillBuffers
 from zos.edits import ANY_VERSION, StagedEdits
@@ -34,10 +34,15 @@ class MetadataSlot:
     has_queue: bool = False
     # What the host knows of the decode batch on the device
     rows: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))  # int32 [B]: as last set, or as last read
-    version: int = 0  # how often it has changed, with every set_batch that is launched
-    sets_launched: deque[int] = field(
-        default_factory=deque
-    )  # for each set_batch no record tells of: steps launched before
+    in_force: np.ndarray = field(
+        default_factory=lambda: np.zeros(0, np.int32)
+    )  # int32 [B]: as the last record leaves it
+    refused: int = 0  # set_batch edits that the last record says were refused
+    changes: int = (
+        0  # refills that are known of, and every set_batch launched, also a refused one: what the next one expects
+    )
+    # For each set_batch that no record tells of: steps launched before it, and its ids
+    sets_launched: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
     waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (state, generation) in the ready queue
     ready_taken: int = 0  # entries of the queue that are known to be taken
 
@@ -121,14 +126,11 @@ class BatchEdits(SequenceEdits):
                 raise ValueError(f"max_tokens={max_tokens} given, but token_layout='strided' has no token budget")
             tokens = whole_number("max_tokens", max_tokens, min(step, tokens), tokens)
         ids = _padded(self._checked_ids(state_ids), rows)
-        self._edits.stage_batch(slot, ids, state.version if state.has_queue else ANY_VERSION)
+        self._edits.stage_batch(slot, ids, state.changes if state.has_queue else ANY_VERSION)
         state.batch, state.tokens = rows, tokens
         state.batches_set += 1
-        before, state.rows = state.rows, ids
-        moving = state.may_move()
-        if state.has_queue:  # the device may refuse it
-            moving = np.concatenate([before, moving])
-        self._bounds.set_states(slot, False, moving)
+        state.rows = ids
+        self._set_moving(slot, also=state.has_queue)  # the device may refuse it
 
     def set_prefill_batch(self, state_ids: Iterable[int], batch: int | None = None, slot: int = 0) -> None:
         """Set the rows of a slot's prefill batch, in which a row may have up to max_prefill_tokens tokens.
@@ -176,8 +178,7 @@ class BatchEdits(SequenceEdits):
         """
         self._learn()
         state = self.slot(slot)
-        ids = [self._state_in_use(state_id) for state_id in state_ids]
-        self._checked_ids(ids)
+        ids = [self._state_in_use(state_id) for state_id in self._checked_ids(state_ids)]
         room = self._edits.ready.shape[1] - len(state.waiting)
         if len(ids) > room:
             raise ValueError(
@@ -188,7 +189,7 @@ class BatchEdits(SequenceEdits):
         for state_id in ids:
             self._edits.stage_ready(slot, state_id)
             state.waiting.append((state_id, self.generation(state_id)))
-        self._bounds.set_states(slot, False, np.concatenate([self._bounds.states(slot), state.may_move()]))
+        self._set_moving(slot, also=True)
 
     def attach_mailbox(self, slot: int = 0, records: int = DEFAULT_RECORDS, kept_tokens: bool = False) -> Mailbox:
         """Let every step of a slot leave a record that the host can read without a CUDA call; see `poll`.
@@ -199,7 +200,7 @@ class BatchEdits(SequenceEdits):
         Parameters
         ----------
         slot : int
-            Metadata slot; a second call replaces its mailbox only if nothing has run since the first.
+            Metadata slot; a second call replaces its mailbox only if no step has run since the first.
         records : int
             Records that the mailbox holds, 2 or more.
         kept_tokens : bool
@@ -210,12 +211,12 @@ class BatchEdits(SequenceEdits):
         Mailbox
             The slot's; `poll`, `wait` and `drain` read it.
         """
-        state = self.slot(slot)
-        if self._bounds.launched_steps(slot) and state.mailbox is not None:
-            raise ValueError(f"slot {slot} has a mailbox, and steps have left records in it")
-        step = self.geometry.tokens_per_step
+        state, step = self.slot(slot), self.geometry.tokens_per_step
         first = self._bounds.launched_steps(slot)
+        if state.mailbox is not None and state.mailbox.first != first:
+            raise ValueError(f"slot {slot} has a mailbox, and steps have left records in it")
         state.mailbox = Mailbox(records, self.max_batch, step, kept_tokens, self.table.records.device, first)
+        state.in_force = state.rows
         self._bounds.attach(slot)
         return state.mailbox
 
@@ -227,11 +228,9 @@ class BatchEdits(SequenceEdits):
         ValueError
             The slot has no mailbox.
         MailboxOverrunError
-            Records were overwritten before they were read.
+            Records were overwritten before they were read; those that were not come with the next call.
         """
-        mailbox, records = self._attached(slot), []
-        while (record := mailbox.read()) is not None:
-            records.append(record)
+        records = self._attached(slot).poll()
         self._unlearned += [(slot, record) for record in records]
         return records
 
@@ -277,23 +276,36 @@ class BatchEdits(SequenceEdits):
     def _learn_from(self, slot: int, record: StepRecord) -> None:
         state = self._slots[slot]
         self._bounds.read(slot, record)
-        while state.sets_launched and state.sets_launched[0] < record.step:
-            state.sets_launched.popleft()
-        state.version = record.batch_version + len(state.sets_launched)
+        ids, sets = state.in_force, 0
+        while state.sets_launched and state.sets_launched[0][0] < record.step:
+            _, ids = state.sets_launched.popleft()
+            sets += 1
+        if sets > record.batches_refused - state.refused:  # of several the last: it was staged knowing most
+            state.in_force = ids
+        state.refused = record.batches_refused
+        state.changes = (record.batch_version + record.batches_refused + len(state.sets_launched)) & INT32_LARGEST
         for _ in range((record.ready_taken - state.ready_taken) % 2**32):
             state.waiting.popleft()
         state.ready_taken = record.ready_taken
-        if state.has_queue and not record.prefill and not state.sets_launched and not self._edits.sets_batch(slot):
-            state.rows = record.next_state_ids
-            self._bounds.set_states(slot, False, state.may_move())
+        if not record.prefill:  # a late result's metadata may have fewer rows than the batch has by now
+            rows = record.next_state_ids
+            state.in_force = np.concatenate([rows, state.in_force[len(rows) :]])
+        if state.has_queue and not state.sets_launched and not self._edits.sets_batch(slot):
+            state.rows = state.in_force
+            self._set_moving(slot, also=False)
 
-    def _batch_launched(self, batch_row: int) -> None:
+    def _set_moving(self, slot: int, also: bool) -> None:
+        """Say which states the slot's next decode step may move; `also` those that were said before."""
+        moving = self._slots[slot].may_move()
+        self._bounds.set_states(slot, False, np.union1d(self._bounds.states(slot), moving) if also else moving)
+
+    def _batch_launched(self, batch_row: int, ids: np.ndarray) -> None:
         """A set_batch is on its way to the device."""
         if batch_row < len(self._slots):
             state = self._slots[batch_row]
-            state.version += 1
+            state.changes = (state.changes + 1) & INT32_LARGEST
             if state.mailbox is not None:
-                state.sets_launched.append(self._bounds.launched_steps(batch_row))
+                state.sets_launched.append((self._bounds.launched_steps(batch_row), ids))
 
     def _attached(self, slot: int) -> Mailbox:
         mailbox = self.slot(slot).mailbox

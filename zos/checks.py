@@ -195,7 +195,7 @@ def check_commit(
         raise ValueError("ready or results given without the batch_state of the slot")
     _expect("batch_state", batch_state, INT64, (BATCH_STATE_WORDS,), device)
     if batch is not None:
-        _expect("batch", batch, INT32, (rows,), device)
+        _expect("batch", batch, INT32, (max(rows, batch.numel()),), device)
     if ready is not None:
         if batch is None:
             raise ValueError("ready given without the batch that it refills")

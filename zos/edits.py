@@ -203,8 +203,8 @@ class StagedEdits:
         """Launch the kernel on an empty buffer; what is staged stays staged."""
         self._wait_for_buffer()
         _HEADER.pack_into(self._buffers[self._packed % NUM_BUFFERS], 0, *_NOTHING)
-        self._packed += 1
         self.launch()
+        self._packed += 1  # only now: a launch that fails takes no buffer
 
     def _pack_appended(self, edits: list[_StagedEdit]) -> list[bytes]:
         """Pack rows that say how many entries each ready queue has once `edits` are applied, for those that they append to."""

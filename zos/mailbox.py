@@ -97,6 +97,8 @@ class Mailbox:
         What `commit` writes: int32 [records, words], int64 [2] (records committed, records published).
     publish : callable
         Launches a publication on the current stream; may be captured, between two commits of the slot.
+    first : int
+        Steps of the slot that ran before it.
     next_step : int
         Number of the record that the reader gets next.
     has_reader : bool
@@ -122,8 +124,10 @@ class Mailbox:
         self.publish: Callable[[], None] = zos.ops.bind_publish_results(
             results=self.results, results_state=self.results_state, mailbox=mailbox.view(self.records, -1)
         )
+        self.first = first
         self.next_step = first + 1
         self.has_reader = False
+        self._undelivered: list[StepRecord] = []  # read by a call that then raised
 
     def read(self) -> StepRecord | None:
         """Return the next record, or None while it is not there; no CUDA call.
@@ -153,27 +157,44 @@ class Mailbox:
         self.next_step += 1
         return parsed(payload)
 
-    def wait(self, step: int, timeout_s: float, records: list[StepRecord]) -> None:
-        """Read records into `records` until that of `step` is there.
+    def poll(self) -> list[StepRecord]:
+        """Return the records that have come since the last call, in order; no CUDA call.
+
+        Raises
+        ------
+        MailboxOverrunError
+            As read; what was read before comes with the next call.
+        """
+        while (record := self.read()) is not None:
+            self._undelivered.append(record)
+        return self._delivered()
+
+    def wait(self, step: int, timeout_s: float) -> list[StepRecord]:
+        """Return the records that come until that of `step` is among them, in order.
 
         Raises
         ------
         TimeoutError
-            It did not come in time; what did come is in `records`.
+            It did not come in time; what did come comes with the next call.
         MailboxOverrunError
-            As read.
+            As poll.
         """
         deadline = time.perf_counter() + timeout_s
         while self.next_step <= step:
             record = self.read()
             if record is not None:
-                records.append(record)
+                self._undelivered.append(record)
             elif time.perf_counter() > deadline:
                 raise TimeoutError(
                     f"record of step {step} did not come within {timeout_s} s; last read: {self.next_step - 1}"
                 )
             else:
                 time.sleep(POLL_S)
+        return self._delivered()
+
+    def _delivered(self) -> list[StepRecord]:
+        records, self._undelivered = self._undelivered, []
+        return records
 
     def _overrun(self) -> NoReturn:
         """Go on at the oldest record that is left, and say which ones are gone."""

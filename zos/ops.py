@@ -21,10 +21,11 @@ swa_ring_load
     B * window rows are written, window. Several layers in one launch: swa_cache [L, S, R, 1, D + D / 32] and out [L, rows, D].
 commit
     records, token_ids, tickets, num_kept int32 [B], finished bool [B] or None, next_tokens int64 [B, Q] or None, counters,
-    tokens_per_step, max_prefill_tokens. With a ready queue or a mailbox also batch int32 [B] and batch_state int64 [8] (version,
-    refused edits, ready entries taken, appended, workspace) of the slot's batch; ready int32 [K, 2] (state_id, generation), entry
-    n at n % K; results int32 [M, words], record n at n % M (device_kernels/results.cuh); results_state int64 [2] (records
-    committed, published); kept_tokens int64 [B, Q]; prefill: whether the tickets are a prefill's.
+    tokens_per_step, max_prefill_tokens. With a ready queue or a mailbox also batch int32 [B or more] (the whole batch) and
+    batch_state int64 [8] (version, refused edits, ready entries taken, appended, workspace) of the slot's decode batch; ready
+    int32 [K, 2] (state_id, generation), entry n at n % K; results int32 [M, words], record n at n % M
+    (device_kernels/results.cuh); results_state int64 [2] (records committed, published); kept_tokens int64 [B, Q]; prefill:
+    whether the tickets are a prefill's.
 publish_results
     results, results_state, mailbox int32 [M, 8 + words]: (head, tail, checksum, payload words, -, -), then the payload.
 apply_table_edits

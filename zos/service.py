@@ -241,8 +241,8 @@ class MetadataService(BatchEdits):
             self.operator_counters,
             self.geometry.tokens_per_step,
             self.max_prefill_tokens,
-            metadata.state_ids if leaves_more else None,
-            self._edits.batch_states[batch_row] if leaves_more else None,
+            self._batches[batch_row] if leaves_more else None,
+            self._edits.batch_states[metadata.slot] if leaves_more else None,
             self._edits.ready[metadata.slot] if refills else None,
             None if mailbox is None else mailbox.results,
             None if mailbox is None else mailbox.results_state,
@@ -303,8 +303,8 @@ class MetadataService(BatchEdits):
         except BaseException:
             self._edits.unpack(packed)
             raise
-        for batch_row in packed[1]:
-            self._batch_launched(batch_row)
+        for batch_row, (ids, _) in packed[1].items():
+            self._batch_launched(batch_row, ids)
 
     def load_device_loop(self) -> None:
         """Compile and load the kernel of a device-driven loop, so that a capture finds it ready."""
@@ -344,9 +344,11 @@ class MetadataService(BatchEdits):
         ValueError
             The slot has no mailbox, or fewer steps are launched.
         TimeoutError
-            It did not come in time.
+            It did not come in time; the records that did come with the next call.
+        MailboxOverrunError
+            As poll.
         """
-        mailbox, records = self._attached(slot), list[StepRecord]()
+        mailbox = self._attached(slot)
         launched = self._bounds.launched_steps(slot)
         if step > launched:
             raise ValueError(f"step={step} is not launched: slot {slot} has launched {launched}")
@@ -354,10 +356,8 @@ class MetadataService(BatchEdits):
             self._order.join()
             mailbox.publish()
             self._order.mark()
-            try:
-                mailbox.wait(step, timeout_s, records)
-            finally:
-                self._unlearned += [(slot, record) for record in records]
+        records = mailbox.wait(step, timeout_s)
+        self._unlearned += [(slot, record) for record in records]
         return records
 
     def drain(self, slot: int = 0, timeout_s: float = 10.0) -> list[StepRecord]:
