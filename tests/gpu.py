@@ -111,7 +111,15 @@ def steady_state(scratch: Path) -> dict[str, Any]:
     found = sorted(NSIGHT.glob("nsight-compute/*/host/target-linux-x64/nsys")) or [Path("nsys")]
     libraries = os.pathsep.join(filter(None, (os.environ.get("ZOS_NSYS_LIBS"), os.environ.get("LD_LIBRARY_PATH"))))
     report, export = scratch / "steps.nsys-rep", scratch / "steps.sqlite"
-    flags = ["-s", "none", "--cpuctxsw=none", "-t", "cuda,nvtx", "--cuda-graph-trace=node", "--capture-range=cudaProfilerApi"]
+    flags = [
+        "-s",
+        "none",
+        "--cpuctxsw=none",
+        "-t",
+        "cuda,nvtx",
+        "--cuda-graph-trace=node",
+        "--capture-range=cudaProfilerApi",
+    ]
     workload = [sys.executable, "-m", "tests.steady_state", "run"]
     profile = [str(found[-1]), "profile", *flags, "--capture-range-end=stop", "-o", str(report), *workload]
     code, output = run("nsys", profile, LD_LIBRARY_PATH=libraries)

@@ -32,6 +32,7 @@ class StateSlotAllocator:
         self._free = deque(dict.fromkeys(state_ids))
         self._retired: deque[tuple[int, int]] = deque()  # (last step that could touch it, state id), in order of steps
         self._in_use: set[int] = set()
+        self._last_seen = 0  # step
 
     @property
     def free(self) -> int:
@@ -46,6 +47,12 @@ class StateSlotAllocator:
         self._in_use.add(state_id)
         return state_id
 
+    def give_back(self, state_id: int) -> None:
+        """Give a slot back that no step was told of: it is the next one handed out."""
+        self._check_taken(state_id)
+        self._in_use.remove(state_id)
+        self._free.appendleft(state_id)
+
     def retire(self, state_id: int, after_step: int) -> None:
         """Give a slot back once the record of `after_step`, the last step launched that could touch it, has been read.
 
@@ -54,11 +61,11 @@ class StateSlotAllocator:
         ValueError
             The slot was not taken, or steps go backwards.
         """
-        if state_id not in self._in_use:
-            raise ValueError(f"state_id={state_id} was not taken from this allocator")
+        self._check_taken(state_id)
         whole_number("after_step", after_step, self._retired[-1][0] if self._retired else 0, 2**63 - 1)
         self._in_use.remove(state_id)
         self._retired.append((after_step, state_id))
+        self.seen(self._last_seen)
 
     def settle(self, last_step: int) -> None:
         """No step after this one was launched: slots given back after a later one wait for this one."""
@@ -66,8 +73,13 @@ class StateSlotAllocator:
 
     def seen(self, step: int) -> list[int]:
         """Free the slots whose last step is at most `step`, and return them."""
+        self._last_seen = max(self._last_seen, step)
         freed = []
-        while self._retired and self._retired[0][0] <= step:
+        while self._retired and self._retired[0][0] <= self._last_seen:
             freed.append(self._retired.popleft()[1])
         self._free.extend(freed)
         return freed
+
+    def _check_taken(self, state_id: int) -> None:
+        if state_id not in self._in_use:
+            raise ValueError(f"state_id={state_id} was not taken from this allocator")

@@ -18,6 +18,7 @@ from zos.sequences import SequenceEdits
 from zos.table import SequenceTable
 
 DEFAULT_RECORDS = 64
+RECORDS_UNLEARNED = 64  # records that were read and are kept before what they say is taken in
 
 
 @dataclass
@@ -43,12 +44,13 @@ class MetadataSlot:
     )
     # For each set_batch that no record tells of: steps launched before it, and its ids
     sets_launched: deque[tuple[int, np.ndarray]] = field(default_factory=deque)
-    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (state, generation) in the ready queue
+    waiting: deque[tuple[int, int]] = field(default_factory=deque)  # (state, which of its lives) in the ready queue
     ready_taken: int = 0  # entries of the queue that are known to be taken
 
     def may_move(self) -> np.ndarray:
         """States that the next decode step may move: in the batch, or in the queue that refills it."""
-        return np.concatenate([self.rows, np.array([state_id for state_id, _ in self.waiting], np.int32)])
+        states = np.concatenate([self.rows, np.array([state_id for state_id, _ in self.waiting], np.int32)])
+        return states[states >= 0]
 
 
 class BatchEdits(SequenceEdits):
@@ -130,7 +132,6 @@ class BatchEdits(SequenceEdits):
         state.batch, state.tokens = rows, tokens
         state.batches_set += 1
         state.rows = ids
-        self._set_moving(slot, also=state.has_queue)  # the device may refuse it
 
     def set_prefill_batch(self, state_ids: Iterable[int], batch: int | None = None, slot: int = 0) -> None:
         """Set the rows of a slot's prefill batch, in which a row may have up to max_prefill_tokens tokens.
@@ -156,7 +157,6 @@ class BatchEdits(SequenceEdits):
             state.prefill_buffers = self._new_prefill_buffers(slot)
         self._edits.stage_batch(len(self._slots) + slot, padded)
         state.prefill_batch = rows
-        self._bounds.set_states(slot, True, padded)
 
     def set_ready(self, state_ids: Iterable[int], slot: int = 0) -> None:
         """Append sequences to a slot's ready queue; from now on `commit` refills the slot's decode batch from it.
@@ -188,8 +188,9 @@ class BatchEdits(SequenceEdits):
         state.has_queue = True
         for state_id in ids:
             self._edits.stage_ready(slot, state_id)
-            state.waiting.append((state_id, self.generation(state_id)))
-        self._set_moving(slot, also=True)
+            state.waiting.append((state_id, self._lives[state_id]))
+        if ids:
+            self._bounds.set_states(slot, False, np.array(ids, np.int32), also=True)
 
     def attach_mailbox(self, slot: int = 0, records: int = DEFAULT_RECORDS, kept_tokens: bool = False) -> Mailbox:
         """Let every step of a slot leave a record that the host can read without a CUDA call; see `poll`.
@@ -217,7 +218,7 @@ class BatchEdits(SequenceEdits):
             raise ValueError(f"slot {slot} has a mailbox, and steps have left records in it")
         state.mailbox = Mailbox(records, self.max_batch, step, kept_tokens, self.table.records.device, first)
         state.in_force = state.rows
-        self._bounds.attach(slot)
+        self._bounds.attach(slot, records)
         return state.mailbox
 
     def poll(self, slot: int = 0) -> list[StepRecord]:
@@ -230,8 +231,13 @@ class BatchEdits(SequenceEdits):
         MailboxOverrunError
             Records were overwritten before they were read; those that were not come with the next call.
         """
-        records = self._attached(slot).poll()
+        return self._to_learn(slot, self._attached(slot).poll())
+
+    def _to_learn(self, slot: int, records: list[StepRecord]) -> list[StepRecord]:
+        """Keep records to learn from when it matters, though never many."""
         self._unlearned += [(slot, record) for record in records]
+        if len(self._unlearned) > RECORDS_UNLEARNED:
+            self._learn()
         return records
 
     def bounds(self, state_ids: Iterable[int]) -> tuple[np.ndarray, np.ndarray]:
@@ -260,8 +266,13 @@ class BatchEdits(SequenceEdits):
         """(states by batch row, states in the ready queue) of a slot's decode batch, as far as the host knows."""
         self._learn()
         state = self.slot(slot)
-        queued = [state_id for state_id, generation in state.waiting if self.generation(state_id) == generation]
+        queued = [state_id for state_id, life in state.waiting if self._lives[state_id] == life]
         return state.rows.tolist(), queued
+
+    def lives_on(self, state_id: int, step: int, slot: int = 0) -> bool:
+        """Whether a state was admitted or reset after a step of a slot, so that an error in that step is past."""
+        self._learn()
+        return self._bounds.lives_on(slot, state_id, step)
 
     def slot_steps_launched(self, slot: int = 0) -> int:
         """Steps of a slot launched so far: the number that the last one's record will have."""
@@ -292,20 +303,23 @@ class BatchEdits(SequenceEdits):
             state.in_force = np.concatenate([rows, state.in_force[len(rows) :]])
         if state.has_queue and not state.sets_launched and not self._edits.sets_batch(slot):
             state.rows = state.in_force
-            self._set_moving(slot, also=False)
-
-    def _set_moving(self, slot: int, also: bool) -> None:
-        """Say which states the slot's next decode step may move; `also` those that were said before."""
-        moving = self._slots[slot].may_move()
-        self._bounds.set_states(slot, False, np.union1d(self._bounds.states(slot), moving) if also else moving)
+            self._bounds.set_states(slot, False, state.may_move())
 
     def _batch_launched(self, batch_row: int, ids: np.ndarray) -> None:
         """A set_batch is on its way to the device."""
-        if batch_row < len(self._slots):
-            state = self._slots[batch_row]
-            state.changes = (state.changes + 1) & INT32_LARGEST
-            if state.mailbox is not None:
-                state.sets_launched.append((self._bounds.launched_steps(batch_row), ids))
+        slot, prefill = batch_row % len(self._slots), batch_row >= len(self._slots)
+        state = self._slots[slot]
+        self._bounds.set_states(slot, prefill, ids[ids >= 0], also=state.has_queue and not prefill)  # it may be refused
+        if prefill:
+            return
+        state.changes = (state.changes + 1) & INT32_LARGEST
+        if state.mailbox is not None:
+            launched = self._bounds.launched_steps(slot)
+            state.sets_launched.append((launched, ids))
+            if (
+                launched - state.sets_launched[0][0] > state.mailbox.records
+            ):  # nobody reads, and a later record tells of it
+                state.sets_launched.popleft()
 
     def _attached(self, slot: int) -> Mailbox:
         mailbox = self.slot(slot).mailbox

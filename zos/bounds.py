@@ -3,13 +3,30 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
-from zos.mailbox import IS_ERROR, IS_FINISHED, StepRecord
+from zos.mailbox import IS_DUPLICATE, IS_ERROR, IS_FINISHED, IS_STALE, StepRecord
 
-EPOCHS_UNREAD = 64  # runs of steps of a slot without a mailbox that are kept apart before they are summed up
+EPOCHS_UNREAD = 64  # runs of steps of a slot that nobody reads which are kept apart before they are summed up
+RESETS_UNSURE = 8  # resets of a state whose effect is not known yet that are kept apart
+COMPACT_AT = 1024  # states that a slot's steps may move are listed more than once up to so many
+NEVER = np.iinfo(np.int64).max
+MOVES, FINISHED, IN_ERROR = range(3)  # what a state is known to be: one that steps may move, or else why not
+
+ADMIT, RELEASE, RESET = "admit", "release", "reset"
+
+
+class _Staged(NamedTuple):
+    """An edit that is not launched yet."""
+
+    kind: str
+    state_id: int
+    q_start: int
+    stop_at: int
 
 
 @dataclass
@@ -22,11 +39,25 @@ class _Epoch:
     last: int
 
 
+@dataclass
+class _Past:
+    """A state's life before a reset of which it is not known whether it came too late: after the sequence had finished."""
+
+    lower: int
+    upper: int
+    until: list[int]  # by slot: the last step before the reset
+    lost: bool = False  # records of those steps will not be read
+
+
 class SequenceBounds:
     """Lower and upper q_start of every state, made of staged edits, launched steps and records read.
 
-    A state is exactly where the last record of its generation left it; every step launched since may have moved it by nothing or by
-    a whole step. Steps are counted by slot, as the slot's mailbox numbers them.
+    A state is exactly where the last record of its life left it; every step launched since may have moved it by nothing or by a
+    whole step. Steps are counted by slot, as the slot's mailbox numbers them; an edit takes effect between the steps that were
+    launched before it and those after, so a record's number says which life of a state its row tells of.
+
+    A reset leaves a finished sequence as it is, and whether it was finished by then the host may not know yet. Until a record says
+    so, both lives count: the one before the reset and the one after.
 
     Parameters
     ----------
@@ -37,62 +68,75 @@ class SequenceBounds:
     """
 
     def __init__(self, capacity: int, slots: int) -> None:
-        self._known = np.zeros(capacity, np.int64)  # q_start after the last record read, or as edited
-        self._most = np.zeros(capacity, np.int64)  # the same, but for resets that may not have taken effect
-        self._stop_at = np.full(capacity, np.iinfo(np.int64).max, np.int64)
-        self._generation = np.zeros(capacity, np.int64)
-        self._still = np.ones(capacity, bool)  # no step moves it: finished, in error, not in use
-        self._since = np.zeros((slots, capacity), np.int64)  # by slot: steps up to this one do not count for the state
-        self._resets: set[int] = set()  # states reset while they may have been finished, which a reset leaves alone
+        self._known = np.zeros(capacity, np.int64)  # q_start as admitted or reset, or as of the last record read
+        self._summed = np.zeros(
+            (slots, capacity), np.int64
+        )  # by slot: most that steps moved it whose epochs are not kept
+        self._stop_at = np.full(capacity, NEVER)
+        self._ended = np.full(capacity, FINISHED, np.int8)
+        self._admitted = np.zeros((slots, capacity), np.int64)  # by slot: steps launched before the state was admitted
+        self._since = np.zeros((slots, capacity), np.int64)  # the same, before it was admitted or last reset
+        self._until = np.full((slots, capacity), NEVER)  # steps launched before it was released
+        self._pasts: dict[int, list[_Past]] = {}  # state -> its lives before resets of unknown effect, oldest first
+        self._staged: deque[_Staged] = deque()
         self._launched = [0] * slots
         self._read = [0] * slots
-        self._has_reader = [False] * slots
+        self._most_epochs = [EPOCHS_UNREAD] * slots
         self._epochs: list[deque[_Epoch]] = [deque() for _ in range(slots)]
-        self._states: dict[tuple[int, bool], np.ndarray] = {}  # (slot, prefill) -> states that its next step may move
+        self._states: dict[tuple[int, bool], np.ndarray] = {}  # (slot, prefill) -> states that its batch may name
+        self._prepared: dict[tuple[int, bool], np.ndarray] = {}  # the same, of the last step prepared
 
     # ---- what the service tells ----------------------------------------------------------------------------------------------
 
-    def admit(self, state_id: int, q_start: int, stop_at: int) -> None:
-        """A state starts over at q_start, in a new generation."""
-        self._known[state_id] = self._most[state_id] = q_start
-        self._stop_at[state_id] = stop_at or np.iinfo(np.int64).max
-        self._still[state_id] = False
-        self._new_generation(state_id)
+    def stage(self, kind: str, state_id: int, q_start: int = 0, stop_at: int = 0) -> None:
+        """An ADMIT, RELEASE or RESET is staged: `bounds` reckons with it."""
+        self._staged.append(_Staged(kind, state_id, q_start, stop_at or NEVER))
 
-    def reset(self, state_id: int) -> None:
-        """A state starts over at 0, unless it is finished by then."""
-        if self._still[state_id] and self._stop_at[state_id] <= self._known[state_id]:
-            return  # known to be finished
-        upper = int(self.bounds(np.array([state_id]))[1][0])
-        self._new_generation(state_id)
-        self._known[state_id], self._most[state_id] = 0, upper
-        self._still[state_id] = False
-        self._resets.add(state_id)
+    def edits_launched(self, count: int) -> None:
+        """The oldest `count` staged edits take effect after the steps launched so far, before all later ones."""
+        for _ in range(count):
+            edit = self._staged.popleft()
+            if edit.kind == ADMIT:
+                self._start(edit.state_id, edit.q_start)
+                self._stop_at[edit.state_id] = edit.stop_at
+                self._admitted[:, edit.state_id] = self._launched
+                self._until[:, edit.state_id] = NEVER
+                self._pasts.pop(edit.state_id, None)
+            elif edit.kind == RELEASE:
+                self._until[:, edit.state_id] = self._launched
+            else:
+                self._reset(edit.state_id)
 
-    def release(self, state_id: int) -> None:
-        """A state is no longer in use."""
-        self._still[state_id] = True
-        self._new_generation(state_id)
+    def set_states(self, slot: int, prefill: bool, states: np.ndarray, also: bool = False) -> None:
+        """From the next prepare on, steps of this slot may move these states; `also` those that were said before."""
+        if also and (slot, prefill) in self._states:
+            states = np.concatenate([self._states[slot, prefill], states])
+        self._states[slot, prefill] = np.unique(states) if len(states) > COMPACT_AT else states
 
-    def set_states(self, slot: int, prefill: bool, states: np.ndarray) -> None:
-        """From the next step on, steps of this slot may move these states."""
-        self._states[slot, prefill] = states[(states >= 0) & (states < len(self._known))]  # a batch may hold anything
-
-    def states(self, slot: int) -> np.ndarray:
-        """States that the slot's next decode step may move."""
-        return self._states.get((slot, False), np.zeros(0, np.int64))
-
-    def attach(self, slot: int) -> None:
+    def attach(self, slot: int, records: int) -> None:
         """Records of the slot will be read from now on."""
-        self._sum_up(slot)
-        self._has_reader[slot] = True
-        self._read[slot] = self._launched[slot]
+        self._most_epochs[slot] = max(EPOCHS_UNREAD, records)
+        self._lose(slot, self._launched[slot])
+
+    def prepared(self, slot: int, prefill: bool = False) -> None:
+        """A step was prepared: its result, whenever it comes, moves states that the slot's batch may name now."""
+        states = self._states.get((slot, prefill))
+        if states is not None:
+            self._prepared[slot, prefill] = states
+
+    def prepared_unseen(self, slot: int) -> None:
+        """As `prepared`, by a graph whose rows are not known: some of those prepared before it may still wait for a result."""
+        before = self._prepared.get((slot, False))
+        self.prepared(slot)
+        states = self._prepared.get((slot, False))
+        if before is not None and states is not None and before is not states:
+            self._prepared[slot, False] = self._states[slot, False] = np.unique(np.concatenate([before, states]))
 
     def launched(self, slot: int, steps: int, tokens: int, prefill: bool = False) -> None:
-        """So many more steps of a slot are launched, which may move each of its states by `tokens` each."""
+        """So many more steps of a slot are launched, which may move each state that was prepared by `tokens` each."""
         before = self._launched[slot]
         self._launched[slot] = last = before + steps
-        epochs, states = self._epochs[slot], self._states.get((slot, prefill))
+        epochs, states = self._epochs[slot], self._prepared.get((slot, prefill))
         if states is None:
             return
         if epochs:
@@ -101,14 +145,19 @@ class SequenceBounds:
                 epoch.last = last
                 return
         epochs.append(_Epoch(states, tokens, before + 1, last))
-        if not self._has_reader[slot] and len(epochs) > EPOCHS_UNREAD:
-            self._sum_up(slot)
+        if len(epochs) > self._most_epochs[slot]:
+            self._sum_up(slot, epochs[0].last)
 
     def settle(self, slot: int, last_step: int) -> int:
         """The slot's last step is this one, earlier than was counted; returns by how many."""
         fewer = self._launched[slot] - last_step
         self._launched[slot] = last_step
-        self._since[slot] = np.minimum(self._since[slot], last_step)
+        for stamps in (self._since[slot], self._admitted[slot]):
+            np.minimum(stamps, last_step, out=stamps)
+        np.minimum(self._until[slot], last_step, out=self._until[slot], where=self._until[slot] != NEVER)
+        for pasts in self._pasts.values():
+            for past in pasts:
+                past.until[slot] = min(past.until[slot], last_step)
         epochs = self._epochs[slot]
         while epochs and epochs[-1].first > last_step:
             epochs.pop()
@@ -118,25 +167,26 @@ class SequenceBounds:
 
     def read(self, slot: int, record: StepRecord) -> None:
         """A record of the slot was read."""
-        self._read[slot] = record.step
+        step = record.step
+        if step > self._read[slot] + 1:
+            self._lose(slot, step - 1)
+        self._read[slot] = step
         epochs = self._epochs[slot]
-        while epochs and epochs[0].last <= record.step:
+        while epochs and epochs[0].last <= step:
             epochs.popleft()
-        rows = np.flatnonzero(record.generations)
-        states, generations = record.state_ids[rows], record.generations[rows]
-        over = (record.flags[rows] & (IS_FINISHED | IS_ERROR)) != 0
-        if self._resets:
-            self._undo_resets(states[over & (self._generation[states] == generations + 1)], record, rows)
-        own = self._generation[states] == generations
-        states, q_start, over = states[own], record.q_start[rows][own], over[own]
-        self._known[states] = np.maximum(self._known[states], q_start)
-        self._most[states] = self._known[states]
-        self._still[states[over]] = True
-        self._resets.difference_update(states.tolist() if self._resets else ())
-
-    def generation(self, state_id: int) -> int:
-        """Generation that a state has once everything staged is applied."""
-        return int(self._generation[state_id])
+        rows = np.flatnonzero((record.generations > 0) & ((record.flags & IS_STALE) == 0))
+        states = record.state_ids[rows]
+        if self._pasts:
+            self._learn_of_resets(slot, record, rows)
+        own = self._since[slot][states] < step
+        rows, states = rows[own], states[own]
+        self._known[states] = np.maximum(self._known[states], record.q_start[rows])
+        flags = record.flags[rows]
+        # All of the slot's steps before this one are in its q_start; but that of a duplicate is its ticket's.
+        self._summed[slot][states[(flags & IS_DUPLICATE) == 0]] = 0
+        if (flags & (IS_FINISHED | IS_ERROR)).any():
+            self._ended[states[(flags & IS_ERROR) != 0]] = IN_ERROR
+            self._ended[states[(flags & IS_FINISHED) != 0]] = FINISHED
 
     def launched_steps(self, slot: int) -> int:
         """Steps of a slot launched so far."""
@@ -144,49 +194,130 @@ class SequenceBounds:
 
     # ---- what it knows -------------------------------------------------------------------------------------------------------
 
+    def lives_on(self, slot: int, state_id: int, step: int) -> bool:
+        """Whether a state was admitted or reset after a step of the slot, so that an error in that step is past."""
+        staged = any(edit.state_id == state_id and edit.kind != RELEASE for edit in self._staged)
+        return staged or step <= int(self._since[slot, state_id])
+
     def bounds(self, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(lower, upper) q_start of states, int64 each, once everything staged and launched has run."""
-        self._settle_resets()
-        moved = np.zeros(len(self._known), np.int64)
+        lower, upper = self._known[states], self._upper()[states]
+        sure = lower == upper  # also of what it is: a sequence that no step may have moved has not finished
+        if self._pasts:
+            self._settle_resets()
+            for place, state_id in enumerate(states.tolist()):
+                for past in self._pasts.get(state_id, ()):
+                    lower[place] = min(lower[place], past.lower)
+                    upper[place] = max(upper[place], past.upper)
+                    sure[place] = False
+        if self._staged:
+            self._reckon(states, lower, upper, sure)
+        return lower, upper
+
+    def _reckon(self, states: np.ndarray, lower: np.ndarray, upper: np.ndarray, sure: np.ndarray) -> None:
+        """Apply staged edits to bounds."""
+        place = {state_id: number for number, state_id in enumerate(states.tolist())}
+        finished = self._ended[states] == FINISHED
+        for edit in self._staged:
+            i = place.get(edit.state_id)
+            if i is None:
+                continue
+            if edit.kind == ADMIT:
+                lower[i] = upper[i] = edit.q_start
+                sure[i], finished[i] = True, False
+            elif edit.kind == RESET and not (sure[i] and finished[i]):
+                lower[i] = 0
+                upper[i] = 0 if sure[i] else upper[i]
+        if len(place) < len(states):  # a state twice
+            last = [place[state_id] for state_id in states.tolist()]
+            lower[:], upper[:] = lower[last], upper[last]
+
+    def _upper(self) -> np.ndarray:
+        """Most that each state's q_start is, if its resets took effect: int64 [capacity]."""
+        moved = self._summed.sum(0)
         for slot, epochs in enumerate(self._epochs):
             for epoch in epochs:
-                begin = np.maximum(self._since[slot][epoch.states], max(epoch.first - 1, self._read[slot]))
-                moved[epoch.states] += np.maximum(epoch.last - begin, 0) * epoch.tokens
-        moved[self._still] = 0
-        upper = np.maximum(np.minimum(self._most + moved, self._stop_at), self._most)
-        return self._known[states].copy(), upper[states]
+                moved[epoch.states] += self._steps_of(slot, epoch, epoch.last) * epoch.tokens
+        moved[self._ended != MOVES] = 0
+        upper: np.ndarray = np.minimum(self._known + moved, self._stop_at)
+        return upper
 
-    def _sum_up(self, slot: int) -> None:
-        """Add what the slot's steps may have moved to the upper bounds, so that the steps need not be kept."""
-        kept = {other: epochs for other, epochs in enumerate(self._epochs) if other != slot}
-        for other in kept:
-            self._epochs[other] = deque()
-        self._most = self.bounds(np.arange(len(self._known)))[1]
-        self._epochs[slot].clear()
-        for other, epochs in kept.items():
-            self._epochs[other] = epochs
+    def _steps_of(self, slot: int, epoch: _Epoch, last: int) -> np.ndarray:
+        """Steps of an epoch, up to the `last`, that no record was read of and that may have moved each of its states."""
+        begin = np.maximum(self._since[slot][epoch.states], max(epoch.first - 1, self._read[slot]))
+        end = np.minimum(self._until[slot][epoch.states], min(epoch.last, last))
+        steps: np.ndarray = np.maximum(end - begin, 0)
+        return steps
 
-    def _new_generation(self, state_id: int) -> None:
-        self._generation[state_id] += 1
+    # ---- lives of a state ----------------------------------------------------------------------------------------------------
+
+    def _start(self, state_id: int, q_start: int) -> None:
+        """A life begins, after the steps launched so far."""
+        self._known[state_id] = q_start
+        self._ended[state_id] = MOVES
+        self._summed[:, state_id] = 0
         self._since[:, state_id] = self._launched
-        self._resets.discard(state_id)
+
+    def _reset(self, state_id: int) -> None:
+        self._settle_resets()
+        pasts = self._pasts.get(state_id, [])
+        if self._ended[state_id] == FINISHED and not pasts:
+            return
+        upper = int(self._upper()[state_id])
+        if self._known[state_id] < upper:  # it may have finished in one of these steps
+            pasts.append(_Past(int(self._known[state_id]), upper, list(self._launched)))
+            if len(pasts) > RESETS_UNSURE:
+                first, second = pasts[:2]
+                lost = first.lost or second.lost
+                pasts[:2] = [_Past(0, max(first.upper, second.upper), second.until, lost)]
+            self._pasts[state_id] = pasts
+        self._start(state_id, 0)
 
     def _settle_resets(self) -> None:
-        """A reset has taken effect if no record of the steps before it says that the state had finished."""
-        for state_id in tuple(self._resets):
-            if all(read >= since for read, since in zip(self._read, self._since[:, state_id], strict=True)):
-                self._most[state_id] = self._known[state_id]
-                self._resets.discard(state_id)
+        """A reset has taken effect if no record of the steps before it says that the sequence had finished."""
+        for state_id, pasts in list(self._pasts.items()):
+            read = [past for past in pasts if self._is_read(past.until)]
+            if read and not any(past.lost for past in pasts):
+                del pasts[: len(read)]
+                if not pasts:
+                    del self._pasts[state_id]
 
-    def _undo_resets(self, states: np.ndarray, record: StepRecord, rows: np.ndarray) -> None:
-        """These states had finished before they were reset: the reset changed nothing."""
-        ended = [state_id for state_id in states.tolist() if state_id in self._resets]
-        q_start = dict(zip(record.state_ids[rows].tolist(), record.q_start[rows].tolist(), strict=True))
-        failed = dict(zip(record.state_ids[rows].tolist(), record.failed[rows].tolist(), strict=True))
-        for state_id in ended:
-            if failed[state_id]:
-                continue  # a state in error is reset
-            self._resets.discard(state_id)
-            self._generation[state_id] -= 1
-            self._known[state_id] = self._most[state_id] = q_start[state_id]
-            self._still[state_id] = True
+    def _is_read(self, until: Sequence[int]) -> bool:
+        return all(read >= last for read, last in zip(self._read, until, strict=True))
+
+    def _learn_of_resets(self, slot: int, record: StepRecord, rows: np.ndarray) -> None:
+        """A sequence that ran on had not finished before; one that finished did not care about later resets."""
+        finished = (record.flags[rows] & IS_FINISHED) != 0
+        for row, state_id, ends in zip(rows.tolist(), record.state_ids[rows].tolist(), finished.tolist(), strict=True):
+            pasts = self._pasts.get(state_id)
+            if pasts is None or record.step <= self._admitted[slot, state_id]:
+                continue
+            life = next((i for i, past in enumerate(pasts) if record.step <= past.until[slot]), len(pasts))
+            del pasts[:life]
+            if pasts and ends:
+                self._known[state_id], self._ended[state_id] = record.q_start[row], FINISHED
+                self._summed[:, state_id] = 0
+                pasts.clear()
+            if not pasts:
+                del self._pasts[state_id]
+
+    # ---- steps without a record ------------------------------------------------------------------------------------------------
+
+    def _sum_up(self, slot: int, last: int) -> None:
+        """Keep what the slot's steps up to `last` may have moved as one number a state, so that their epochs need not be kept."""
+        epochs = self._epochs[slot]
+        for epoch in epochs:
+            if epoch.first > last:
+                break
+            steps = self._steps_of(slot, epoch, last)
+            self._summed[slot][epoch.states] += steps * epoch.tokens
+        while epochs and epochs[0].last <= last:
+            epochs.popleft()
+
+    def _lose(self, slot: int, last: int) -> None:
+        """Records of the slot's steps up to `last` will not be read."""
+        self._sum_up(slot, last)
+        self._read[slot] = last
+        for pasts in self._pasts.values():
+            for past in pasts:
+                past.lost = True

@@ -52,6 +52,9 @@ class Edit:
     APPEND_READY = 8
 
 
+LIFE_EDITS = (Edit.ADMIT, Edit.RELEASE, Edit.RESET)  # those that begin or end a life of a state
+
+
 class BatchEdit:
     """What a batch edit does."""
 
@@ -59,8 +62,11 @@ class BatchEdit:
     SET_APPENDED = 1
 
 
-class _StagedEdit(NamedTuple):
+class StagedEdit(NamedTuple):
+    """One record edit."""
+
     state_id: int
+    kind: int
     row: bytes  # EDIT_WORDS int32: (state_id, kind, values…)
     tokens: list[int] | None  # ids of the next step that an ADMIT brings
     appends_to: int  # batch row whose ready queue gets an entry, -1 for none
@@ -97,7 +103,7 @@ class StagedEdits:
     ) -> None:
         self._device = table.records.device
         self._tokens_per_step = tokens_per_step
-        self._edits: list[_StagedEdit] = []  # in call order
+        self._edits: list[StagedEdit] = []  # in call order
         self._staged_batches: Batches = {}  # batch row -> (ids, version); the last staged wins
         self._appended: dict[int, int] = {}  # batch row -> entries appended to its ready queue, staged ones included
         rows, width = batches.shape
@@ -142,7 +148,7 @@ class StagedEdits:
         """Stage one record edit; edits of one flush apply in call order."""
         words = (state_id, kind, *values)
         row = _ROW.pack(*words, *_NOTHING[len(words) :])
-        self._edits.append(_StagedEdit(state_id, row, tokens, values[0] if kind == Edit.APPEND_READY else -1))
+        self._edits.append(StagedEdit(state_id, kind, row, tokens, values[0] if kind == Edit.APPEND_READY else -1))
 
     def stage_batch(self, batch_row: int, state_ids: np.ndarray, version: int = ANY_VERSION) -> None:
         """Stage the ids of a batch (int32 [B]); of several for one batch row the last one counts.
@@ -157,14 +163,14 @@ class StagedEdits:
         self.stage(state_id, Edit.APPEND_READY, batch_row, number % self.ready.shape[1])
         self._appended[batch_row] = number + 1
 
-    def unpack(self, packed: tuple[list[_StagedEdit], Batches]) -> None:
+    def unpack(self, packed: tuple[list[StagedEdit], Batches]) -> None:
         """Stage again what `pack` returned, since the launch for it did not happen."""
         edits, batches = packed
         self._packed -= 1
         self._edits[:0] = edits
         self._staged_batches = {**batches, **self._staged_batches}
 
-    def pack(self) -> tuple[list[_StagedEdit], Batches]:
+    def pack(self) -> tuple[list[StagedEdit], Batches]:
         """Write the next buffer for exactly one launch after this, and return what it holds; nothing staged, nothing in it."""
         self._wait_for_buffer()
         edits = self._edits[:EDITS_PER_BUFFER]
@@ -206,7 +212,7 @@ class StagedEdits:
         self.launch()
         self._packed += 1  # only now: a launch that fails takes no buffer
 
-    def _pack_appended(self, edits: list[_StagedEdit]) -> list[bytes]:
+    def _pack_appended(self, edits: list[StagedEdit]) -> list[bytes]:
         """Pack rows that say how many entries each ready queue has once `edits` are applied, for those that they append to."""
         rows = []
         for batch_row in {edit.appends_to for edit in edits} - {-1}:

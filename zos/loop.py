@@ -201,8 +201,8 @@ class DecodeLoop(RequestScheduler):
             No batch was set, another caller set the slot's batch since (its rows would not be this loop's), or `steps` is no
             multiple of steps_per_replay.
         MailboxFullError
-            The steps would run further ahead of the reader than the mailbox has records; those before them are launched. A
-            mailbox that nobody has read yet has no reader to be ahead of.
+            The steps would run further ahead of the reader than the mailbox has records; those before them are launched. While
+            nobody has asked for records (`poll`, `wait`, `drain`) there is no reader to be ahead of.
         """
         each = self.steps_per_replay
         replays = 1
@@ -311,10 +311,12 @@ class DecodeLoop(RequestScheduler):
         if mailbox is None or not mailbox.has_reader:
             return
         after = self._service.slot_steps_launched(self._slot) + self.steps_per_replay
-        if after - mailbox.next_step < mailbox.records:
+        undelivered = len(self._inbox) if self._has_reader else 0
+        if after - mailbox.next_step + undelivered < mailbox.records:
             return
-        self._take(self._service.poll(self._slot))
-        ahead = after - mailbox.next_step + 1
+        if not self._has_reader:  # requests alone need the records
+            self._take(self._service.poll(self._slot))
+        ahead = after - mailbox.next_step + 1 + undelivered
         if ahead > mailbox.records:
             raise MailboxFullError(
                 f"{self.steps_per_replay} step(s) more would be {ahead} ahead of the reader, but the mailbox of slot {self._slot} "

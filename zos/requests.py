@@ -9,8 +9,11 @@ from enum import Enum
 from typing import Any
 
 from zos.allocator import StateSlotAllocator
-from zos.mailbox import StepRecord
+from zos.errors import MailboxOverrunError
+from zos.mailbox import IS_DEFERRED, IS_DUPLICATE, IS_ERROR, IS_FINISHED, IS_STALE, StepRecord
 from zos.service import MetadataService
+
+NO_RESULT = IS_STALE | IS_DUPLICATE | IS_DEFERRED  # rows that say nothing of where their sequence is
 
 
 class RequestState(Enum):
@@ -33,6 +36,7 @@ class Request:
     state: RequestState = RequestState.WAITING
     state_id: int | None = None  # its state slot, while it has one
     q_start: int = 0  # length, as of the last record read
+    after_step: int = 0  # steps launched before it got its slot
 
 
 class RequestScheduler:
@@ -62,21 +66,25 @@ class RequestScheduler:
         self._allocator: StateSlotAllocator | None = None
         self._submitted = 0
         self._inbox: list[StepRecord] = []  # read, not yet delivered
+        self._has_reader = False  # whether the caller has ever asked for records
+        self._dropped: tuple[int, int] | None = None  # first and last step of records that came before it asked
 
     def use_states(self, state_ids: Iterable[int]) -> None:
-        """Say which states requests may get. Default: all of the service's.
+        """Say which states requests may get. Default: all of the service's that are not in use.
 
         Raises
         ------
         ValueError
-            Requests were submitted already.
+            Requests were submitted already, or a state is in use.
         IndexError
             An id is out of range.
         """
         if self._allocator is not None:
             raise ValueError("requests were submitted already: their states are handed out")
         ids = list(state_ids)
-        self._service.bounds(ids)  # raises IndexError
+        in_use = [state_id for state_id in ids if self._service.in_use(state_id)]
+        if in_use:
+            raise ValueError(f"state_id={in_use[0]} is in use: release it first")
         self._allocator = StateSlotAllocator(ids)
 
     def submit(self, **columns: Any) -> Request:
@@ -101,7 +109,9 @@ class RequestScheduler:
             raise ValueError("the loop has no mailbox (records=0): it would never learn that a request is over")
         self._service.check_admission(**columns)
         if self._allocator is None:
-            self.use_states(range(self._service.capacity))
+            self.use_states(
+                state_id for state_id in range(self._service.capacity) if not self._service.in_use(state_id)
+            )
         if not self._submitted:
             self._service.set_ready([], self._slot)
         request = Request(self._submitted, columns)
@@ -144,10 +154,16 @@ class RequestScheduler:
         assert self._allocator is not None
         self._take(self._service.poll(self._slot))
         while self._waiting and (state_id := self._allocator.take()) is not None:
-            request = self._waiting.popleft()
-            self._service.admit(state_id, **request.columns)
+            request = self._waiting[0]
+            try:
+                self._service.admit(state_id, **request.columns)
+            except ValueError:  # somebody else admitted the state: the request waits on
+                self._allocator.give_back(state_id)
+                raise
+            self._waiting.popleft()
             request.state, request.state_id = RequestState.RUNNING, state_id
             request.q_start = int(self._service.bounds([state_id])[0][0])
+            request.after_step = self._service.slot_steps_launched(self._slot)
             self._by_state[state_id] = request
         rows, queued = self._service.known_batch(self._slot)
         running = {
@@ -170,22 +186,41 @@ class RequestScheduler:
     def _take(self, records: list[StepRecord]) -> None:
         """Learn from records, and keep them for `poll`."""
         self._inbox += records
-        if not self._requests and not self._by_state:
-            return
-        for record in records:
-            for row in (record.generations > 0).nonzero()[0].tolist():
-                request = self._by_state.get(int(record.state_ids[row]))
-                if request is None or self._service.generation(int(record.state_ids[row])) != record.generations[row]:
+        if not self._has_reader:
+            self._drop_oldest()
+        for record in records if self._by_state else ():
+            rows = zip(record.state_ids.tolist(), record.q_start.tolist(), record.flags.tolist(), strict=True)
+            for state_id, q_start, flags in rows:
+                request = self._by_state.get(state_id)
+                if request is None or flags & NO_RESULT or record.step <= request.after_step:
                     continue
-                request.q_start = int(record.q_start[row])
-                if record.finished[row]:
+                if flags & IS_FINISHED:
+                    request.q_start = q_start
                     self._over(request, RequestState.FINISHED)
-                elif record.failed[row]:
-                    self._over(request, RequestState.FAILED)
+                elif flags & IS_ERROR:
+                    if not self._service.lives_on(state_id, record.step, self._slot):
+                        self._over(request, RequestState.FAILED)
+                elif q_start:  # 0: the row had no tokens
+                    request.q_start = q_start
         if self._allocator is not None and records:
             self._allocator.seen(records[-1].step)
 
+    def _drop_oldest(self) -> None:
+        """Keep no more records for a caller who has never asked for one than the mailbox would hold."""
+        mailbox = self._service.slot(self._slot).mailbox
+        surplus = 0 if mailbox is None else max(0, len(self._inbox) - mailbox.records)
+        if surplus:
+            first = self._inbox[0].step if self._dropped is None else self._dropped[0]
+            self._dropped = first, self._inbox[surplus - 1].step
+            del self._inbox[:surplus]
+
     def _delivered(self) -> list[StepRecord]:
+        self._has_reader = True
+        if self._dropped is not None:
+            (first, last), self._dropped = self._dropped, None
+            raise MailboxOverrunError(
+                f"records {first} … {last} came before anyone had asked for records, and were dropped"
+            )
         records, self._inbox = self._inbox, []
         return records
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from zos.arguments import whole_number
 from zos.bounded_replay import plan_bounded_replay
-from zos.bounds import SequenceBounds
+from zos.bounds import ADMIT, RELEASE, RESET, SequenceBounds
 from zos.edits import NO_TOKENS, Edit, StagedEdits
 from zos.geometry import CompressionRing, RingGeometry
 from zos.table import SequenceTable
@@ -48,6 +48,9 @@ class SequenceEdits:
         self._edits = edits
         self._bounds = bounds
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
+        self._lives = [
+            0
+        ] * table.capacity  # times that each state was admitted, reset or released, staged calls included
 
     def admit(
         self,
@@ -103,8 +106,9 @@ class SequenceEdits:
             prefix_hit,
         )  # fmt: skip
         self._stop_at[state_id] = stop_at
-        self._bounds.admit(state_id, words[1], stop_at)
+        self._lives[state_id] += 1
         self._edits.stage(state_id, Edit.ADMIT, *words, tokens=ids)
+        self._bounds.stage(ADMIT, state_id, words[1], stop_at)
 
     def check_admission(self, **columns: Any) -> None:
         """Raise ValueError where `admit` of a free state with these arguments would."""
@@ -115,9 +119,9 @@ class SequenceEdits:
             raise ValueError(f"{', '.join(sorted(unknown))} is no argument of admit")
         self._admission("to come", **{**defaults, **columns})
 
-    def generation(self, state_id: int) -> int:
-        """Generation that a state has once everything staged is applied, as far as the host knows."""
-        return self._bounds.generation(self._state_id(state_id))
+    def in_use(self, state_id: int) -> bool:
+        """Whether a state was admitted and not released since, staged calls included."""
+        return self._state_id(state_id) in self._stop_at
 
     def _admission(
         self,
@@ -201,14 +205,16 @@ class SequenceEdits:
         state_id = self._state_in_use(state_id)
         prompt_end = whole_number("prompt_end", prompt_end, 0)
         _check_stop(state_id, self._stop_at[state_id], 0, prompt_end)
-        self._bounds.reset(state_id)
+        self._lives[state_id] += 1
         self._edits.stage(state_id, Edit.RESET, prompt_end)
+        self._bounds.stage(RESET, state_id)
 
     def release(self, state_id: int) -> None:
         """Give the state back: -> FREE; results still outstanding are dropped."""
         state_id = self._state_in_use(state_id)
-        self._bounds.release(state_id)
+        self._lives[state_id] += 1
         self._edits.stage(state_id, Edit.RELEASE)
+        self._bounds.stage(RELEASE, state_id)
         del self._stop_at[state_id]
 
     def _check_pooled(self, state_id: int | str) -> None:

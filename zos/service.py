@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
@@ -14,7 +15,7 @@ from zos.arguments import whole_number
 from zos.batches import BatchEdits
 from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
 from zos.devices import resolve_device
-from zos.edits import StagedEdits
+from zos.edits import LIFE_EDITS, StagedEdits
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
 from zos.mailbox import StepRecord, parsed
@@ -138,6 +139,7 @@ class MetadataService(BatchEdits):
         self.launch_prepare(metadata)
         if not self._order.capturing():
             self._prepared(metadata)
+            self._bounds.prepared(slot)
             self._count_step()
         return metadata
 
@@ -171,6 +173,7 @@ class MetadataService(BatchEdits):
         self.launch_prepare(metadata)
         if not self._order.capturing():
             self._prepared(metadata)
+            self._bounds.prepared(slot, prefill=True)
             self._count_step()
         return metadata
 
@@ -288,6 +291,7 @@ class MetadataService(BatchEdits):
             while not self._edits.fits:
                 self._flush_with(self._edits.launch)
             self._flush_with(draining)
+        self._bounds.prepared(metadata.slot)
         self._replayed(steps, metadata.slot)
         self._prepared(metadata)
 
@@ -303,7 +307,10 @@ class MetadataService(BatchEdits):
         except BaseException:
             self._edits.unpack(packed)
             raise
-        for batch_row, (ids, _) in packed[1].items():
+        edits, batches = packed
+        if edits:
+            self._bounds.edits_launched(sum(edit.kind in LIFE_EDITS for edit in edits))
+        for batch_row, (ids, _) in batches.items():
             self._batch_launched(batch_row, ids)
 
     def load_device_loop(self) -> None:
@@ -328,6 +335,8 @@ class MetadataService(BatchEdits):
     def settle_launched(self, last_step: int, slot: int = 0) -> None:
         """Say that the last of a slot's steps that were counted as launched was `last_step`: a run ended early."""
         self.steps_launched -= self._bounds.settle(slot, last_step)
+        state = self.slot(slot)
+        state.sets_launched = deque((min(after_step, last_step), ids) for after_step, ids in state.sets_launched)
 
     def publish(self, slot: int = 0) -> None:
         """Publish the records of the steps that have run, in one launch on the current stream; may be captured.
@@ -356,9 +365,7 @@ class MetadataService(BatchEdits):
             self._order.join()
             mailbox.publish()
             self._order.mark()
-        records = mailbox.wait(step, timeout_s)
-        self._unlearned += [(slot, record) for record in records]
-        return records
+        return self._to_learn(slot, mailbox.wait(step, timeout_s))
 
     def drain(self, slot: int = 0, timeout_s: float = 10.0) -> list[StepRecord]:
         """Return the records of every step launched so far that were not read yet; as `wait` for the last one."""
@@ -373,7 +380,10 @@ class MetadataService(BatchEdits):
         another batch size has replaced.
         """
         self.slot(slot)
-        self._replayed(whole_number("steps", steps, 0), slot)
+        steps = whole_number("steps", steps, 0)
+        if steps:
+            self._bounds.prepared_unseen(slot)
+        self._replayed(steps, slot)
 
     def _replayed(self, steps: int, slot: int) -> None:
         self.steps_launched += steps
