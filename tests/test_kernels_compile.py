@@ -87,7 +87,7 @@ def test_every_kernel_is_loaded_by_warmup() -> None:
     defined = {
         name
         for stem in STEMS
-        if stem != "floor"
+        if stem not in ("floor", "device_loop")  # a device-driven loop loads its own, which older drivers refuse
         for name in re.findall(r"void[^;{]*?(\w+)\(const __grid", module.kernel_source(stem))
     }
     assert names == defined
