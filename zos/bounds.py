@@ -92,6 +92,11 @@ class SequenceBounds:
         """An ADMIT, RELEASE or RESET is staged: `bounds` reckons with it."""
         self._staged.append(_Staged(kind, state_id, q_start, stop_at or NEVER))
 
+    @property
+    def edits_staged(self) -> bool:
+        """Whether an edit that changes a sequence's life is staged."""
+        return bool(self._staged)
+
     def edits_launched(self, count: int) -> None:
         """The oldest `count` staged edits take effect after the steps launched so far, before all later ones."""
         for _ in range(count):

@@ -308,7 +308,7 @@ class MetadataService(BatchEdits):
             self._edits.unpack(packed)
             raise
         edits, batches = packed
-        if edits:
+        if self._bounds.edits_staged:
             self._bounds.edits_launched(sum(edit.kind in LIFE_EDITS for edit in edits))
         for batch_row, (ids, _) in batches.items():
             self._batch_launched(batch_row, ids)
