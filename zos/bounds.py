@@ -49,6 +49,9 @@ class _Past:
     lost: bool = False  # records of those steps will not be read
 
 
+NOBODY = np.zeros(0, np.int64)
+
+
 class SequenceBounds:
     """Lower and upper q_start of every state, made of staged edits, launched steps and records read.
 
@@ -78,6 +81,12 @@ class SequenceBounds:
         self._since = np.zeros((slots, capacity), np.int64)  # the same, before it was admitted or last reset
         self._until = np.full((slots, capacity), NEVER)  # steps launched before it was released
         self._pasts: dict[int, list[_Past]] = {}  # state -> its lives before resets of unknown effect, oldest first
+        self._looks: list[tuple[bytes, bytes] | None] = [
+            None
+        ] * slots  # states and generations of the last record, if plain
+        self._rows_moved: list[tuple[np.ndarray, np.ndarray]] = [
+            (NOBODY, NOBODY)
+        ] * slots  # its rows that count, and their states
         self._staged: deque[_Staged] = deque()
         self._launched = [0] * slots
         self._read = [0] * slots
@@ -179,12 +188,23 @@ class SequenceBounds:
         epochs = self._epochs[slot]
         while epochs and epochs[0].last <= step:
             epochs.popleft()
+        # In the steady state one record is like the one before it but for q_start: then its rows need no other look.
+        looks = (
+            None if self._pasts or record.flags.any() else (record.state_ids.tobytes(), record.generations.tobytes())
+        )
+        if looks is not None and looks == self._looks[slot]:
+            rows, states = self._rows_moved[slot]
+            self._known[states] = np.maximum(self._known[states], record.q_start[rows])
+            self._summed[slot][states] = 0
+            return
         rows = np.flatnonzero((record.generations > 0) & ((record.flags & IS_STALE) == 0))
         states = record.state_ids[rows]
         if self._pasts:
             self._learn_of_resets(slot, record, rows)
         own = self._since[slot][states] < step
+        self._looks[slot] = looks if own.all() else None
         rows, states = rows[own], states[own]
+        self._rows_moved[slot] = rows, states
         self._known[states] = np.maximum(self._known[states], record.q_start[rows])
         flags = record.flags[rows]
         # All of the slot's steps before this one are in its q_start; but that of a duplicate is its ticket's.
@@ -262,6 +282,7 @@ class SequenceBounds:
         self._ended[state_id] = MOVES
         self._summed[:, state_id] = 0
         self._since[:, state_id] = self._launched
+        self._looks = [None] * len(self._looks)  # what a record says of the state's former life counts no more
 
     def _reset(self, state_id: int) -> None:
         self._settle_resets()

@@ -121,6 +121,7 @@ class Mailbox:
         self.results_state = torch.full((2,), first, dtype=torch.int64, device=device)
         self.memory, mailbox = shared_zeros(self.records * (MAIL_HEADER_WORDS + words), torch.int32, device)
         self._mails = self.memory.numpy().reshape(self.records, -1)
+        self._numbers = self._mails.view(np.int64)  # the same words, for heads and tails
         self.publish: Callable[[], None] = zos.ops.bind_publish_results(
             results=self.results, results_state=self.results_state, mailbox=mailbox.view(self.records, -1)
         )
@@ -138,19 +139,19 @@ class Mailbox:
             The device has overwritten records that were not read; reading goes on at the oldest one left.
         """
         self.has_reader = True
-        mail = self._mails[self.next_step % self.records]
-        tail = int(mail[TAIL : TAIL + 2].view(np.int64)[0])
+        place = self.next_step % self.records
+        tail = self._numbers[place, TAIL // 2]
         if tail > self.next_step:
             self._overrun()
         if tail != self.next_step:
             return None
+        mail = self._mails[place]
         words = int(mail[PAYLOAD_WORDS])
         if not HEADER_WORDS <= words <= len(mail) - MAIL_HEADER_WORDS:
             return None
         payload = mail[MAIL_HEADER_WORDS : MAIL_HEADER_WORDS + words].copy()
-        expected = int(mail[CHECKSUM : CHECKSUM + 1].view(np.uint32)[0])
-        head = int(mail[HEAD : HEAD + 2].view(np.int64)[0])
-        if head > self.next_step:
+        expected = int(mail[CHECKSUM]) % 2**32
+        if self._numbers[place, HEAD // 2] > self.next_step:
             self._overrun()
         if checksum(payload) != expected:
             return None  # torn: it will be whole at the next look

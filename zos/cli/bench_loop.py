@@ -119,9 +119,9 @@ def bench_stall(rows: int, replays: int) -> Iterator[Figure]:
         torch.cuda.synchronize()
         first, begin = loop.steps_launched, time.perf_counter()
         while loop.steps_launched - first < STALL_STEPS:
+            loop.poll()
             while loop.room >= loop.steps_per_replay:
                 loop.run()
-            loop.poll()
             time.sleep(stall_s)
         loop.drain(timeout_s=60.0)
         found[stall_s].append((time.perf_counter() - begin) * 1e6 / (loop.steps_launched - first))
