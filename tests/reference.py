@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import zos
+from host_fallback.table_edits import _apply_edit
 from zos.checks import BATCH_STATE_WORDS, EDIT_WORDS
 from zos.cli.compare import POISON, first_mismatch, poison
 from zos.cli.oracle import Oracle
@@ -32,6 +33,7 @@ __all__ = [
     "poison",
     "positions_in_ring",
     "random_steps",
+    "true_q_start",
 ]
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -97,6 +99,15 @@ def edit_operands(
         6,
         8192,
     )
+
+
+def true_q_start(svc: zos.MetadataService) -> np.ndarray:
+    """q_start of every state once what is staged has been applied: int64 [capacity]."""
+    records, nothing = as_array(svc.table.records).copy(), np.zeros(0, np.int64)
+    for edit in svc._edits._edits:
+        row = np.frombuffer(edit.row, np.int32)
+        _apply_edit(records[row[0]], nothing, row, nothing, np.zeros((0, 0, 2), np.int32), 6, svc.max_prefill_tokens)
+    return records[:, 2].astype(np.int64)
 
 
 def positions_in_ring(head: int, ring: int) -> list[int]:

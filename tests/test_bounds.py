@@ -12,23 +12,13 @@ import torch
 
 import zos
 import zos.bounds
-from host_fallback.table_edits import _apply_edit
-from tests.reference import as_array
+from tests.reference import as_array, true_q_start
 from zos.batches import BatchEdits
 from zos.bounds import SequenceBounds
 from zos.metadata import StepMetadata
 
 CAPACITY, ROWS, SLOTS, PROMPT = 7, 3, 2, 24
 HISTORIES, CALLS = 600, 45
-
-
-def true_q_start(svc: zos.MetadataService) -> np.ndarray:
-    """q_start of every state once what is staged has been applied: int64 [capacity]."""
-    records, nothing = as_array(svc.table.records).copy(), np.zeros(0, np.int64)
-    for edit in svc._edits._edits:
-        row = np.frombuffer(edit.row, np.int32)
-        _apply_edit(records[row[0]], nothing, row, nothing, np.zeros((0, 0, 2), np.int32), 6, PROMPT)
-    return records[:, 2].astype(np.int64)
 
 
 def check(svc: zos.MetadataService, exact: bool = False) -> None:

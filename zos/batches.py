@@ -179,7 +179,7 @@ class BatchEdits(SequenceEdits):
         self._learn()
         state = self.slot(slot)
         ids = [self._state_in_use(state_id) for state_id in self._checked_ids(state_ids)]
-        room = self._edits.ready.shape[1] - len(state.waiting)
+        room = self.ready_room(slot)
         if len(ids) > room:
             raise ValueError(
                 f"state_ids has {len(ids)} ids, but the ready queue of slot {slot} has room for {room}: "
@@ -268,6 +268,10 @@ class BatchEdits(SequenceEdits):
         state = self.slot(slot)
         queued = [state_id for state_id, life in state.waiting if self._lives[state_id] == life]
         return state.rows.tolist(), queued
+
+    def ready_room(self, slot: int = 0) -> int:
+        """Entries that a slot's ready queue has room for, as far as the host knows; those passed over count until they are taken."""
+        return int(self._edits.ready.shape[1]) - len(self.slot(slot).waiting)
 
     def lives_on(self, state_id: int, step: int, slot: int = 0) -> bool:
         """Whether a state was admitted or reset after a step of a slot, so that an error in that step is past."""

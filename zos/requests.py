@@ -180,8 +180,8 @@ class RequestScheduler:
             arrivals = arrivals[max(0, room - len(queued)) :]
         elif self._shrinks(len(live), len(rows)):
             self._stage_rows(live)
-        if arrivals:
-            self._service.set_ready(arrivals, self._slot)
+        if arrivals:  # those that the queue has no room for come later: entries of requests that left it count until they are taken
+            self._service.set_ready(arrivals[: self._service.ready_room(self._slot)], self._slot)
 
     def _take(self, records: list[StepRecord]) -> None:
         """Learn from records, and keep them for `poll`."""
