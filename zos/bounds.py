@@ -291,7 +291,8 @@ class SequenceBounds:
             return
         upper = int(self._upper()[state_id])
         if self._known[state_id] < upper:  # it may have finished in one of these steps
-            pasts.append(_Past(int(self._known[state_id]), upper, list(self._launched)))
+            lost = bool(self._summed[:, state_id].any())  # the record that says it finished may be gone
+            pasts.append(_Past(int(self._known[state_id]), upper, list(self._launched), lost))
             if len(pasts) > RESETS_UNSURE:
                 first, second = pasts[:2]
                 lost = first.lost or second.lost
