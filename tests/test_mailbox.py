@@ -352,6 +352,7 @@ def test_captured_steps_leave_records(steps: int) -> None:
     twins.set_batch([0, 1, 2])
     twins.set_ready([5, 6, 7])
     svc.warmup()
+    svc.flush()  # a capture would replay what is staged
     metadata = svc.slot_metadata(0, 3, 18)
     num_kept = torch.full((3,), 2, dtype=torch.int32, device="cuda")
     finished = torch.tensor([False, True, False], device="cuda")
