@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 from zos.cli import InputError
 from zos.cli.options import check_output, chosen_device, real, whole
 from zos.cli.replay_report import check_plot, write_plot
+from zos.cli.replay_requests import replay_requests
 from zos.cli.replay_run import DEFAULT_MAX_PREFILL_TOKENS, replay
 from zos.cli.traces import read_trace
 from zos.service import TOKEN_LAYOUTS
@@ -18,6 +20,9 @@ MISMATCH = 1  # exit code
 LARGEST_MAX_BATCH = 65_536
 LARGEST_MAX_PREFILL_TOKENS = 131_072
 LONGEST_STEP_MS = 1e9
+DEFAULT_CHURN = 0.1
+MOST_STEPS_PER_REPLAY = 256
+LONGEST_STALL_MS = 60_000
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -27,7 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="decode a request trace, checking every step",
         description="Decode a request trace with continuous batching on a simulated clock. Prompts count as prefilled, unless "
         "--chunk, --max-prefill-tokens or --ring is given or the trace has hash_ids: then they are prefilled in chunks, but for "
-        "what a prefix hit saves. Exit code 1: a checked step differs; 2: bad input.",
+        "what a prefix hit saves. With --churn, --steps-per-replay, --device-loop or --host-stall-ms the loop schedules the "
+        "requests itself, and a model follows its step records. Exit code 1: a checked step differs; 2: bad input.",
     )
     parser.add_argument("trace", type=Path, metavar="TRACE", help="Azure CSV or Mooncake JSON lines")
     parser.add_argument(
@@ -50,6 +56,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--ring", action="store_true", help="store, load and check a latent of every token")
     parser.add_argument(
+        "--churn",
+        type=_probability,
+        nargs="?",
+        const=DEFAULT_CHURN,
+        metavar="P",
+        help=f"cancel, preempt, resume or reset a random request after a replay, with chance P ({DEFAULT_CHURN:g})",
+    )
+    parser.add_argument(
+        "--steps-per-replay", type=whole(1, MOST_STEPS_PER_REPLAY), metavar="K", help="steps of each graph (1)"
+    )
+    parser.add_argument(
+        "--device-loop", action="store_true", help="let the device run steps until it needs the host (a WHILE node)"
+    )
+    parser.add_argument(
+        "--host-stall-ms", type=real(0, LONGEST_STALL_MS), metavar="MS", help="let the host sleep at every poll"
+    )
+    parser.add_argument(
         "--check",
         type=_check,
         default=1,
@@ -65,13 +88,16 @@ def run(arguments: argparse.Namespace) -> int:
     largest_chunk = arguments.max_prefill_tokens or DEFAULT_MAX_PREFILL_TOKENS
     if arguments.chunk and arguments.chunk > largest_chunk:
         raise InputError(f"--chunk {arguments.chunk} exceeds --max-prefill-tokens {largest_chunk}")
+    by_requests = any(_requests_options(arguments).values())
+    if by_requests:
+        _refuse(arguments)
     requests = read_trace(arguments.trace)[: arguments.limit]
     arguments.device = chosen_device(arguments.device)
     if arguments.plot:
         check_plot(arguments.plot)
     for path in (arguments.json, arguments.plot):
         check_output(path, arguments.trace)
-    report = replay(requests, arguments)
+    report = (replay_requests if by_requests else replay)(requests, arguments)
     print(report.table())
     for example in report.checker.examples:
         print(f"mismatch: {example}", file=sys.stderr)
@@ -80,8 +106,30 @@ def run(arguments: argparse.Namespace) -> int:
         options = {name: value for name, value in options.items() if name not in ("command", "json", "plot")}
         arguments.json.write_text(json.dumps({"options": options, **report.summary()}, indent=1) + "\n")
     if arguments.plot:
-        write_plot(report, arguments.plot)
+        write_plot(report.curves(), arguments.plot)
     return MISMATCH if report.checker.mismatches else 0
+
+
+def _refuse(arguments: argparse.Namespace) -> None:
+    """Raise InputError for options that do not go together."""
+    given = next(option for option, value in _requests_options(arguments).items() if value)
+    for option in ("chunk", "max_prefill_tokens", "ring"):
+        if getattr(arguments, option):
+            raise InputError(f"--{option.replace('_', '-')} does not go with {given}: prompts count as prefilled there")
+    if arguments.device_loop and arguments.steps_per_replay:
+        raise InputError("--steps-per-replay does not go with --device-loop: a run takes as many steps as it needs")
+    if arguments.device_loop and arguments.device == "cuda" and importlib.util.find_spec("cuda.core") is None:
+        raise InputError("--device-loop needs cuda.core on a GPU: install cuda-core, or take --device cpu")
+
+
+def _requests_options(arguments: argparse.Namespace) -> dict[str, bool]:
+    """Options that each ask for a replay by requests, and whether they are given."""
+    return {
+        "--churn": arguments.churn is not None,
+        "--steps-per-replay": arguments.steps_per_replay is not None,
+        "--device-loop": arguments.device_loop,
+        "--host-stall-ms": arguments.host_stall_ms is not None,
+    }
 
 
 def _probability(text: str) -> float:

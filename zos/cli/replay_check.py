@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -10,15 +11,27 @@ import torch
 from zos.cli.acceptance import AcceptanceModel
 from zos.cli.compare import first_mismatch, metadata_arrays, poison
 from zos.cli.oracle_prefill import PrefillOracle
+from zos.cli.replay_prediction import Prediction
 from zos.cli.replay_prefill import PrefillSteps
 from zos.cli.replay_ring_check import RingChecker
-from zos.cli.replay_schedule import Scheduler
+from zos.cli.replay_schedule import PrefillFigures
 from zos.loop import DecodeLoop
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from zos.service import MetadataService
 from zos.table import COLUMNS
 
 EXAMPLES_KEPT = 10
+
+
+class Schedule(Protocol):
+    """What a checker must know of the steps; `Scheduler` says what each is."""
+
+    batch: list[int]
+    prefill_batch: list[int]
+    batch_sizes: list[int]
+    trail: int
+    prediction: Prediction
+    figures: PrefillFigures | None
 
 
 class StepChecker:
@@ -30,7 +43,7 @@ class StepChecker:
         Under test.
     loop : DecodeLoop
         Its loop.
-    scheduler : Scheduler
+    scheduler : Schedule
         Whose prediction must come true.
     acceptance : AcceptanceModel
         Tells num_kept.
@@ -55,7 +68,7 @@ class StepChecker:
         self,
         service: MetadataService,
         loop: DecodeLoop,
-        scheduler: Scheduler,
+        scheduler: Schedule,
         acceptance: AcceptanceModel,
         twin: MetadataService | None = None,
         prefill: PrefillSteps | None = None,
@@ -104,11 +117,11 @@ class StepChecker:
         if self._scheduler.batch:
             self._check_decode(self._loop.metadata, predicted)
         records = _records(self._service)
-        self._compare("oracle", {"records": records}, {"records": self._oracle.records_array()})
+        self.compare("oracle", {"records": records}, {"records": self._oracle.records_array()})
         if self._twin is not None:
-            self._compare(f"{self._twin.device.type} path", {"records": records}, {"records": _records(self._twin)})
+            self.compare(f"{self._twin.device.type} path", {"records": records}, {"records": _records(self._twin)})
         if self._ring is not None:
-            self._compare("dense model", *self._ring.windows(predicted))
+            self.compare("dense model", *self._ring.windows(predicted))
         self._compare_prediction(records)
         self.steps += 1
 
@@ -117,14 +130,14 @@ class StepChecker:
         actual = metadata_arrays(metadata)
         expected = self._oracle.prepare_prefill(rows, full_index=True)
         self._oracle.commit(expected["tickets"].tolist(), expected["seqlens_q"].tolist())
-        self._compare("oracle", actual, expected)
+        self.compare("oracle", actual, expected)
         if self._twin is not None:
             self._twin.set_prefill_batch(rows, batch=metadata.batch)
             self._check_twin(
                 self._twin, actual, lambda twin: twin.prepare_prefill(full_index=True), expected["seqlens_q"]
             )
         if self._ring is not None:
-            self._compare("dense model", *self._ring.prefill(expected, predicted))
+            self.compare("dense model", *self._ring.prefill(expected, predicted))
 
     def _check_decode(self, metadata: DecodeMetadata, predicted: Mapping[str, np.ndarray]) -> None:
         rows = _padded(self._scheduler.batch, metadata)
@@ -132,12 +145,12 @@ class StepChecker:
         expected = self._oracle.prepare(rows, self._service.token_layout)
         num_kept = self._acceptance.num_kept(expected["tickets"])
         self._oracle.commit(expected["tickets"].tolist(), num_kept.tolist())
-        self._compare("oracle", actual, expected)
+        self.compare("oracle", actual, expected)
         if self._twin is not None:
             self._twin.set_batch(rows, batch=metadata.batch)
             self._check_twin(self._twin, actual, MetadataService.prepare, num_kept)
         if self._ring is not None:
-            self._compare("dense model", *self._ring.decode(actual["kv_swa_index"], expected, num_kept, predicted))
+            self.compare("dense model", *self._ring.decode(actual["kv_swa_index"], expected, num_kept, predicted))
 
     def _check_twin(
         self,
@@ -149,7 +162,7 @@ class StepChecker:
         """Let the other path prepare its batch into poisoned buffers, compare, commit."""
         poison(prepare(twin))
         metadata = prepare(twin)
-        self._compare(f"{twin.device.type} path", actual, metadata_arrays(metadata))
+        self.compare(f"{twin.device.type} path", actual, metadata_arrays(metadata))
         twin.commit(metadata, torch.from_numpy(num_kept).to(twin.device))
 
     def finish(self, trail: int) -> None:
@@ -163,13 +176,14 @@ class StepChecker:
             ("trail, summed up by the device", trail, self._scheduler.trail),
             *((f"counter {name}", value, counters.get(name, 0)) for name, value in self._service.counters().items()),
         ):
-            self._compare("end of the run", {name: np.array(actual)}, {name: np.array(expected)})
+            self.compare("end of the run", {name: np.array(actual)}, {name: np.array(expected)})
 
     def _compare_prediction(self, records: np.ndarray) -> None:
         predicted = self._scheduler.prediction.arrays()
-        self._compare("prediction", {name: records[:, COLUMNS[name]] for name in predicted}, predicted)
+        self.compare("prediction", {name: records[:, COLUMNS[name]] for name in predicted}, predicted)
 
-    def _compare(self, judge: str, actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+    def compare(self, judge: str, actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> None:
+        """Count and remember every array that differs, or that only one side has."""
         for name in {**expected, **actual}:
             if name in actual and name in expected:
                 difference = first_mismatch(actual[name], expected[name])

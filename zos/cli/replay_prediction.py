@@ -68,6 +68,24 @@ class Prediction:
         self.columns["phase"][state_id] = Phase.FREE
         self.columns["generation"][state_id] += 1
 
+    def pause(self, state_id: int) -> None:
+        """Predict a pause."""
+        if self.columns["phase"][state_id] == Phase.LIVE:
+            self.columns["phase"][state_id] = Phase.PAUSED
+
+    def resume(self, state_id: int) -> None:
+        """Predict a resume."""
+        if self.columns["phase"][state_id] == Phase.PAUSED:
+            self.columns["phase"][state_id] = Phase.LIVE
+
+    def reset(self, state_id: int) -> bool:
+        """Predict a reset to a decoding sequence of length 0; returns whether it did anything."""
+        c = self.columns
+        if c["phase"][state_id] not in (Phase.LIVE, Phase.PAUSED):
+            return False
+        self._admit(state_id, stop_at=int(c["stop_at"][state_id]), seqlen_q=self._tokens_per_step)
+        return True
+
     def tickets(self, rows: np.ndarray) -> np.ndarray:
         """int64 [rows, 4]: (state_id, generation, q_start, seqlen_q) of the states in `rows`."""
         c = self.columns

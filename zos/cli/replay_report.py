@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,6 +18,17 @@ from zos.cli.replay_schedule import Scheduler
 
 NOT_MEASURED = "not measured"
 LABEL_WIDTH = 26
+
+
+class Curves(NamedTuple):
+    """What the plot of a run shows."""
+
+    title: str
+    batch_sizes: list[int]  # by step
+    step_tokens: list[int]  # by step
+    at: Sequence[int]  # step that each of times_us belongs to
+    times_us: list[float]
+    times_label: str
 
 
 @dataclass
@@ -62,10 +74,10 @@ class Report:
                 "median": round(statistics.median(times), 2) if times else None,
                 "p99": round(float(np.percentile(times, 99)), 2) if times else None,
             },
-            "launches_per_step": _rounded(self.meter.launches_per_step),
-            "other_launches_per_step": _rounded(self.meter.other_launches_per_step),
-            "waits_per_step": _rounded(self.meter.waits_per_step),
-            "waits_per_step_without_edits": _rounded(self.meter.waits_per_plain_step),
+            "launches_per_step": rounded(self.meter.launches_per_step),
+            "other_launches_per_step": rounded(self.meter.other_launches_per_step),
+            "waits_per_step": rounded(self.meter.waits_per_step),
+            "waits_per_step_without_edits": rounded(self.meter.waits_per_plain_step),
             "allocations_after_capture": self.allocations_after_capture,
         }
 
@@ -74,7 +86,7 @@ class Report:
         s = self.summary()
         times = s["metadata_us"]
         metadata = f"{times['median']}, {times['p99']}   ({times['what']}; {times['steps']} steps)"
-        waits = _shown(s["waits_per_step"])
+        waits = shown(s["waits_per_step"])
         if s["waits_per_step_without_edits"] is not None:
             waits += f"   (in steps without edits: {s['waits_per_step_without_edits']})"
         elif self.checker.steps:
@@ -84,21 +96,38 @@ class Report:
             "requests": f"{s['requests']}" + (f"   ({self.skipped} without output skipped)" if self.skipped else ""),
             "generated tokens": s["generated_tokens"],
             "steps": f"{s['steps']}   ({s['simulated_s']} s simulated in {s['wall_s']} s)",
-            "tokens per step": _shown(s["tokens_per_step"]),
-            "mean batch": f"{_shown(s['mean_batch'])}   (largest {s['largest_batch']})",
+            "tokens per step": shown(s["tokens_per_step"]),
+            "mean batch": f"{shown(s['mean_batch'])}   (largest {s['largest_batch']})",
             "steps checked / mismatches": f"{s['steps_checked']} / {s['mismatches']}   ({self.judges})",
             **_prefill_rows(s["prefill"]),
             "metadata µs, median, p99": metadata if times["steps"] else NOT_MEASURED,
-            "launches per step": _shown(s["launches_per_step"]),
+            "launches per step": shown(s["launches_per_step"]),
         }
         if self.ring_entries is not None:
             rows["ring entries compared"] = self.ring_entries
         if self.on_gpu:
-            rows["other launches per step"] = _shown(s["other_launches_per_step"])
+            rows["other launches per step"] = shown(s["other_launches_per_step"])
             rows["waits per step"] = waits
         if self.allocations_after_capture is not None:
             rows["allocations after capture"] = self.allocations_after_capture
-        return "\n".join(f"{label:<{LABEL_WIDTH}}  {value}" for label, value in rows.items())
+        return aligned(rows)
+
+    def curves(self) -> Curves:
+        """Return what the plot shows."""
+        meter, scheduler = self.meter, self.scheduler
+        return Curves(
+            title=f"zos replay: {self.requests} requests on {self.device}",
+            batch_sizes=scheduler.batch_sizes,
+            step_tokens=scheduler.step_tokens,
+            at=range(meter.first, meter.first + len(meter.metadata_us)),
+            times_us=meter.metadata_us,
+            times_label="metadata µs per step",
+        )
+
+
+def aligned(rows: dict[str, Any]) -> str:
+    """Rows of a table as text."""
+    return "\n".join(f"{label:<{LABEL_WIDTH}}  {value}" for label, value in rows.items())
 
 
 def check_plot(path: Path) -> None:
@@ -109,26 +138,24 @@ def check_plot(path: Path) -> None:
         raise InputError("--plot needs matplotlib: install zos[bench]")
 
 
-def write_plot(report: Report, path: Path) -> None:
-    """Draw batch size, tokens per step and metadata time over the run."""
+def write_plot(curves: Curves, path: Path) -> None:
+    """Draw batch size, tokens per step and times over the run."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 7), layout="constrained")
     FigureCanvasAgg(figure)
     upper, middle, lower = figure.subplots(3, 1, sharex=True)
-    meter, scheduler = report.meter, report.scheduler
-    upper.plot(scheduler.batch_sizes, linewidth=0.7)
+    upper.plot(curves.batch_sizes, linewidth=0.7)
     upper.set_ylabel("batch size")
-    middle.plot(scheduler.step_tokens, linewidth=0.7)
+    middle.plot(curves.step_tokens, linewidth=0.7)
     middle.set_ylabel("tokens per step")
-    steps = range(meter.first, meter.first + len(meter.metadata_us))
-    lower.plot(steps, meter.metadata_us, ".", markersize=1.5)
-    lower.set_ylabel("metadata µs per step")
-    if meter.metadata_us:
-        lower.set_ylim(0, 1.5 * float(np.percentile(meter.metadata_us, 99)))
+    lower.plot(curves.at, curves.times_us, ".", markersize=1.5)
+    lower.set_ylabel(curves.times_label)
+    if curves.times_us:
+        lower.set_ylim(0, 1.5 * float(np.percentile(curves.times_us, 99)))
     lower.set_xlabel("step")
-    upper.set_title(f"zos replay: {report.requests} requests on {report.device}")
+    upper.set_title(curves.title)
     figure.savefig(path, dpi=120)
 
 
@@ -146,9 +173,11 @@ def _prefill_rows(figures: dict[str, int] | None) -> dict[str, str]:
     }
 
 
-def _rounded(value: float | None) -> float | None:
+def rounded(value: float | None) -> float | None:
+    """Round a figure, if there is one."""
     return None if value is None else round(value, 3)
 
 
-def _shown(value: float | None) -> str:
+def shown(value: float | None) -> str:
+    """Text of a figure that may not have been measured."""
     return NOT_MEASURED if value is None else str(value)

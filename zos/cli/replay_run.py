@@ -28,16 +28,22 @@ from zos.service import MetadataService
 DEFAULT_MAX_PREFILL_TOKENS = 8192
 
 
-class _TrackedModel:
-    """What a step does between prepare and commit, and a trail that tells runs apart which kept anything else anywhere."""
+class TrackedModel:
+    """What a step does between prepare and commit, and a trail that tells runs apart which kept anything else anywhere.
 
-    def __init__(self, acceptance: AcceptanceModel, ring: ReplayRing | None, device: torch.device) -> None:
+    Attributes
+    ----------
+    trail : torch.Tensor
+        int64 [1]: sum of tokens kept * seqlens_k of all rows so far.
+    """
+
+    def __init__(self, acceptance: AcceptanceModel, device: torch.device, ring: ReplayRing | None = None) -> None:
         self._acceptance = acceptance
         self._ring = ring
-        # Sum of tokens kept * seqlens_k of all rows so far.
         self.trail = torch.zeros(1, dtype=torch.int64, device=device)
 
     def decode(self, metadata: DecodeMetadata) -> torch.Tensor:
+        """num_kept of a decode step."""
         num_kept = self._acceptance.step(metadata)
         if self._ring is not None:
             self._ring.decode(metadata, num_kept)
@@ -45,6 +51,7 @@ class _TrackedModel:
         return num_kept
 
     def prefill(self, metadata: PrefillMetadata) -> None:
+        """Do what a prefill step does."""
         if self._ring is not None:
             self._ring.prefill(metadata)
         self.trail += (metadata.seqlens_q.long() * metadata.seqlens_k).sum()
@@ -69,7 +76,7 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     acceptance = AcceptanceModel(arguments.acceptance, arguments.seed, service.geometry.draft_tokens, service.device)
     most_rows = max(1, min(len(served), service.max_batch))
     ring = ReplayRing(service, most_rows) if arguments.ring else None
-    model = _TrackedModel(acceptance, ring, service.device)
+    model = TrackedModel(acceptance, service.device, ring)
     loop = DecodeLoop(service, model.decode)
     prefill = PrefillSteps(service, model.prefill, most_rows) if prefilling else None
     chunk_q = arguments.chunk or service.max_prefill_tokens
@@ -87,7 +94,7 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     meter: Meter = HostClock(service) if isinstance(service, ClockedService) else ProfiledSteps()
     allocated = _allocations() if on_cuda and not arguments.check else None  # checks copy to the host, and allocate
     begin = time.perf_counter()
-    with _progress(len(served)) as show, _one_thread():
+    with progress(len(served)) as show, one_thread():
         while scheduler.begin_step():
             number = len(scheduler.batch_sizes)
             checked = arguments.check > 0 and number % arguments.check == 0
@@ -152,7 +159,7 @@ def _allocations() -> int:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Keep torch's CPU operators on this thread: tensors are small, and a pool's barriers cost most where cores are busy."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -163,7 +170,7 @@ def _one_thread() -> Iterator[None]:
 
 
 @contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
+def progress(total: int) -> Iterator[Callable[[int], None]]:
     """Yield a function that shows how many requests are complete: a bar on a terminal, where tqdm is installed."""
     if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
         yield lambda completed: None
