@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -19,6 +20,7 @@ from zos.service import MetadataService
 
 WARMUP_RUNS = 2  # eager runs of a step before it is captured: lazy initialisation must not fall into the capture
 DEFAULT_RECORDS = 64
+_ONE_CAPTURE = threading.Lock()  # torch's random state can be in one capture at a time
 
 
 class StepResult(NamedTuple):
@@ -327,7 +329,7 @@ class DecodeLoop(RequestScheduler):
         refills = self._metadata_slot.has_queue
         captured = self._graphs.get((batch, tokens, refills))
         if captured is None:
-            with torch.cuda.device(self._service.device):
+            with _ONE_CAPTURE, torch.cuda.device(self._service.device):
                 captured = self._graphs[batch, tokens, refills] = self._capture(batch, tokens)
         return captured
 
@@ -351,7 +353,8 @@ class DecodeLoop(RequestScheduler):
         results: list[StepResult] = []
         for drains in (False, True):
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool, stream=side):  # the default one may be another device's
+            # The default stream may be another device's; another thread may run what is forbidden here.
+            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
                 if drains:
                     service.drain_edits()
                 results += [self._run_body(metadata, branch) for _ in range(self.steps_per_replay)]
