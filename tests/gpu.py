@@ -151,16 +151,43 @@ def main() -> int:
         bench = command("bench", scratch, "bench")  # alone; the rest may share the GPU
         evidence["benchmarks"] = bench.get("rows", [])
         evidence["steady_state"] = steady_state(scratch)  # alone too
-        replay = ("replay", "--device", "cuda")
+        replay, trace = ("replay", "--device", "cuda"), FULL_TRACE or SAMPLE_TRACE
         parts = {
             "tests": pool.submit(tests, scratch),
             "parity": pool.submit(parity),
             "replay_checked": pool.submit(
                 command, "replay checked", scratch, *replay, SAMPLE_TRACE, "--check", "every"
             ),
-            "replay": pool.submit(command, "replay", scratch, *replay, FULL_TRACE or SAMPLE_TRACE, "--check", "off"),
+            "replay": pool.submit(command, "replay", scratch, *replay, trace, "--check", "off"),
             "replay_ring_checked": pool.submit(
                 command, "replay ring checked", scratch, *replay, SAMPLE_TRACE, *RING, "--check", "4"
+            ),
+            "replay_churn": pool.submit(
+                command,
+                "replay churn",
+                scratch,
+                *replay,
+                trace,
+                "--max-batch",
+                "2",
+                "--churn",
+                "0.02",
+                "--check",
+                "500",
+            ),
+            "replay_device_loop": pool.submit(
+                command, "replay device loop", scratch, *replay, trace, "--max-batch", "16", "--churn", "--device-loop"
+            ),
+            "replay_steps": pool.submit(
+                command,
+                "replay steps",
+                scratch,
+                *replay,
+                SAMPLE_TRACE,
+                "--steps-per-replay",
+                "8",
+                "--host-stall-ms",
+                "2",
             ),
             "replay_ring": pool.submit(
                 command, "replay ring", scratch, *replay, MOONCAKE_TRACE, *RING, "--check", "off"
