@@ -15,11 +15,12 @@ from zos.errors import (
 )
 from zos.geometry import CompressionRing, RingGeometry
 from zos.layout import CompressionState, StateSlotLayout
-from zos.loop import DecodeLoop, StepResult
+from zos.loop import DecodeLoop
 from zos.mailbox import Mailbox, StepRecord
 from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.requests import Request, RequestState
 from zos.service import MetadataService
+from zos.steps import StepResult
 from zos.table import ErrorCode, Phase, SequenceTable
 
 __version__ = "0.1.0"

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from zos.arguments import whole_number
-from zos.batches import MetadataSlot
-from zos.loop import WARMUP_RUNS, DecodeLoop, StepResult, as_result
+from zos.loop import DecodeLoop
 from zos.mapped import shared_zeros
 from zos.metadata import DecodeMetadata
+from zos.steps import ONE_CAPTURE
 
 STOP, STEPS_READ, MOST_STEPS, RUNS_ENDED, LAST_STEP, CONTROL_WORDS = (
     0,
@@ -138,32 +138,21 @@ class DeviceLoop(DecodeLoop):
         return super().drain(timeout_s)
 
     def _run_eagerly(self, most: int) -> None:
-        slot: MetadataSlot = self._metadata_slot
         for _ in range(most):
-            metadata = self._service.prepare(self._slot)
-            self._service.commit(metadata, *as_result(self._step(metadata)))
+            self._runner.run_eagerly()
             if self._control[STOP] or self._service.starved(self._slot):
                 break
-        assert slot.mailbox is not None
 
     def _captured_run(self, batch: int, tokens: int) -> _Run:
         key = (batch, tokens, self._metadata_slot.has_queue)
         if key not in self._runs:
-            with torch.cuda.device(self._service.device):
+            with ONE_CAPTURE, torch.cuda.device(self._service.device):
                 self._runs[key] = self._capture_run(batch, tokens)
         return self._runs[key]
 
     def _capture_run(self, batch: int, tokens: int) -> _Run:
-        self._service.warmup()
         self._service.load_device_loop()
-        private, current = self._service.private_metadata(batch, tokens), torch.cuda.current_stream()
-        side = torch.cuda.Stream()
-        side.wait_stream(current)
-        with torch.cuda.stream(side):
-            for _ in range(WARMUP_RUNS):
-                self._run_body(private, None)
-        current.wait_stream(side)
-        current.synchronize()
+        self._runner.warm_up(batch, tokens)
         metadata = self._service.slot_metadata(self._slot, batch, tokens)
         kept: list[object] = []
         plain, draining = (self._capture_while(metadata, drains, kept) for drains in (False, True))
@@ -183,7 +172,7 @@ class DeviceLoop(DecodeLoop):
         pool = torch.cuda.MemPool()
         with torch.cuda.stream(_torch_stream(body.stream, self._service.device)), torch.cuda.use_mem_pool(pool):
             branch = torch.cuda.Stream()
-            result: StepResult = self._run_body(metadata, branch)
+            result = self._runner.launch(metadata, branch)
             self._service.decide_next_step(
                 self._slot, int(condition.handle), self._control_operand, self._steps, SPARE_RECORDS
             )

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 
@@ -17,32 +13,9 @@ from zos.mailbox import StepRecord
 from zos.metadata import DecodeMetadata
 from zos.requests import RequestScheduler
 from zos.service import MetadataService
+from zos.steps import ONE_CAPTURE, CapturedSteps, Step, StepRunner, with_progress
 
-WARMUP_RUNS = 2  # eager runs of a step before it is captured: lazy initialisation must not fall into the capture
 DEFAULT_RECORDS = 64
-_ONE_CAPTURE = threading.Lock()  # torch's random state can be in one capture at a time
-
-
-class StepResult(NamedTuple):
-    """What a step found out about its rows; all on the device."""
-
-    num_kept: torch.Tensor  # int32 [B]: tokens kept, the bonus token included; 0 for no result
-    finished: torch.Tensor | None = None  # bool [B]: sequences that end here
-    next_tokens: torch.Tensor | None = None  # int64 [B, tokens per step]: input ids of the next step
-    kept_tokens: torch.Tensor | None = None  # int64 [B, tokens per step]: ids of the tokens kept, for the step's record
-
-
-Step = Callable[[DecodeMetadata], "torch.Tensor | tuple[torch.Tensor, ...] | StepResult"]
-
-
-@dataclass
-class _Captured:
-    """A captured run of steps, and what its kernels write to: kept alive as long as the graphs."""
-
-    plain: torch.cuda.CUDAGraph
-    draining: torch.cuda.CUDAGraph  # the same steps, with the staged edits applied before the first
-    metadata: DecodeMetadata
-    results: list[StepResult]
 
 
 def default_buckets(max_batch: int) -> tuple[int, ...]:
@@ -99,8 +72,7 @@ class DecodeLoop(RequestScheduler):
         records: int = DEFAULT_RECORDS,
         kept_tokens: bool = False,
     ) -> None:
-        if not callable(step):
-            raise ValueError(f"step={step!r} is not callable")
+        self._runner = StepRunner(service, slot, step)
         self._batches_set = service.slot(slot).batches_set  # raises IndexError for a slot that is none
         largest = service.max_batch
         sizes = default_buckets(largest) if buckets is None else buckets
@@ -112,10 +84,9 @@ class DecodeLoop(RequestScheduler):
             whole_number("records", records, 2 * steps_per_replay)
             service.attach_mailbox(slot, records, kept_tokens)
         super().__init__(service, slot, self.buckets[-1])
-        self._step = step
         self._metadata_slot = service.slot(slot)
         self._on_cuda = service.device.type == "cuda"
-        self._graphs: dict[tuple[int, int, bool], _Captured] = {}
+        self._graphs: dict[tuple[int, int, bool], CapturedSteps] = {}
         self._pool: Any = None  # torch's handle of the memory pool that all graphs share
         self._rows: list[int] = []  # state ids of the batch, in row order
         self._shape: tuple[int, int] | None = None  # (B, T) of the batch
@@ -224,8 +195,7 @@ class DecodeLoop(RequestScheduler):
                 self._service.replay(captured.plain.replay, captured.draining.replay, captured.metadata, each)
             else:
                 for _ in range(each):
-                    metadata = self._service.prepare(self._slot)
-                    self._service.commit(metadata, *as_result(self._step(metadata)))
+                    self._runner.run_eagerly()
             self._rotation_due = self._rotation > 0
 
     def poll(self) -> list[StepRecord]:
@@ -293,7 +263,7 @@ class DecodeLoop(RequestScheduler):
             for batch in sizes:
                 self._budget(batch, max_tokens)
             return
-        for batch in _with_progress(sizes, self._service.device):
+        for batch in with_progress(sizes, self._service.device):
             self._captured(batch, self._budget(batch, max_tokens))
 
     def _batch_shape(self) -> tuple[int, int]:
@@ -325,76 +295,12 @@ class DecodeLoop(RequestScheduler):
                 f"has {mailbox.records} records: poll first"
             )
 
-    def _captured(self, batch: int, tokens: int) -> _Captured:
-        refills = self._metadata_slot.has_queue
-        captured = self._graphs.get((batch, tokens, refills))
+    def _captured(self, batch: int, tokens: int) -> CapturedSteps:
+        shape = (batch, tokens, self._metadata_slot.has_queue)
+        captured = self._graphs.get(shape)
         if captured is None:
-            with _ONE_CAPTURE, torch.cuda.device(self._service.device):
-                captured = self._graphs[batch, tokens, refills] = self._capture(batch, tokens)
+            with ONE_CAPTURE, torch.cuda.device(self._service.device):
+                captured = self._runner.capture(batch, tokens, self.steps_per_replay, self._pool)
+            self._graphs[shape] = captured
+            self._pool = captured.draining.pool()
         return captured
-
-    def _capture(self, batch: int, tokens: int) -> _Captured:
-        service = self._service
-        service.warmup()
-        metadata = service.private_metadata(batch, tokens)
-        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
-        side.wait_stream(current)
-        try:
-            with torch.cuda.stream(side):
-                for _ in range(WARMUP_RUNS):
-                    self._run_body(metadata, None)
-        finally:  # also when step raises: the private buffers are freed, and nothing may still write to them
-            current.wait_stream(side)
-            current.synchronize()
-
-        metadata = service.slot_metadata(self._slot, batch, tokens)
-        branch = torch.cuda.Stream() if self._metadata_slot.mailbox is not None else None
-        graphs: list[torch.cuda.CUDAGraph] = []
-        results: list[StepResult] = []
-        for drains in (False, True):
-            graph = torch.cuda.CUDAGraph()
-            # The default stream may be another device's; another thread may run what is forbidden here.
-            with torch.cuda.graph(graph, pool=self._pool, stream=side, capture_error_mode="thread_local"):
-                if drains:
-                    service.drain_edits()
-                results += [self._run_body(metadata, branch) for _ in range(self.steps_per_replay)]
-            self._pool = graph.pool()
-            graphs.append(graph)
-        return _Captured(graphs[0], graphs[1], metadata, results)
-
-    def _run_body(self, metadata: DecodeMetadata, branch: torch.cuda.Stream | None) -> StepResult:
-        """Launch a step; on `branch`, beside its body, the publication of the records of the steps before it."""
-        main = torch.cuda.current_stream()
-        if branch is not None:
-            branch.wait_stream(main)
-            with torch.cuda.stream(branch):
-                self._service.publish(self._slot)
-        self._service.launch_prepare(metadata)
-        result = as_result(self._step(metadata))
-        if branch is not None:
-            main.wait_stream(branch)  # commit must not write a record while one is copied
-        self._service.commit(metadata, *result)
-        return result
-
-
-def as_result(returned: torch.Tensor | tuple[torch.Tensor, ...] | StepResult) -> StepResult:
-    """Return what a step returned as a StepResult; raises TypeError for anything else."""
-    if isinstance(returned, torch.Tensor):
-        return StepResult(returned)
-    if isinstance(returned, tuple) and 1 <= len(returned) <= len(StepResult._fields):
-        return StepResult(*returned)
-    raise TypeError(f"step returned {type(returned).__name__}: expected num_kept or (num_kept, finished, next_tokens)")
-
-
-def _with_progress(sizes: list[int], device: torch.device) -> Iterator[int]:
-    """Yield the sizes; on a terminal behind a bar that shows the memory taken since the first."""
-    if not sys.stderr.isatty() or importlib.util.find_spec("tqdm") is None:
-        yield from sizes
-        return
-    from tqdm import tqdm
-
-    free, _ = torch.cuda.mem_get_info(device)
-    with tqdm(sizes, unit="graph", desc="capture") as bar:
-        for size in bar:
-            yield size
-            bar.set_postfix_str(f"{(free - torch.cuda.mem_get_info(device)[0]) / 2**20:.0f} MiB")

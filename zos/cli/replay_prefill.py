@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from zos.loop import WARMUP_RUNS
 from zos.metadata import PrefillMetadata
 from zos.service import MetadataService
+from zos.steps import WARMUP_RUNS
 
 
 class PrefillSteps:
