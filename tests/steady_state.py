@@ -58,34 +58,37 @@ def run() -> None:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Figures of an export: calls by name, copies, waits, and the GPU's idle time between two steps in µs."""
+    """Figures of an export: calls by name, copies, waits, and the GPU's idle time between two steps in µs.
+
+    With --cuda-graph-trace=node each kernel is seen, which itself keeps graphs apart; with =graph each replay is one span.
+    """
     with sqlite3.connect(path) as database:
         names = dict(database.execute("SELECT id, value FROM StringIds"))
         tables = {name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
-        kernels = [
-            (start, end, names[name])
-            for start, end, name in database.execute(
-                "SELECT start, end, shortName FROM CUPTI_ACTIVITY_KIND_KERNEL ORDER BY start"
-            )
-        ]
+
+        def count(table: str) -> int:
+            return int(database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0]) if table in tables else 0
+
+        def spans(table: str, columns: str) -> list[tuple[int, ...]]:
+            return sorted(database.execute(f"SELECT {columns} FROM {table}")) if table in tables else []
+
+        kernels = spans("CUPTI_ACTIVITY_KIND_KERNEL", "start, end, shortName")
+        graphs = spans("CUPTI_ACTIVITY_KIND_GRAPH_TRACE", "start, end")
         calls: dict[str, int] = {}
         for (name,) in database.execute("SELECT nameId FROM CUPTI_ACTIVITY_KIND_RUNTIME"):
             call = names[name].split("_v")[0]
             calls[call] = calls.get(call, 0) + 1
-        copies, waits = (
-            database.execute(f"SELECT COUNT(*) FROM {table}").fetchone()[0] if table in tables else 0
-            for table in ("CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_SYNCHRONIZATION")
-        )
-    ends = [end for _, end, name in kernels if name == LAST_KERNEL]
-    starts = [start for start, _, _ in kernels]
-    gaps = [(starts[bisect.bisect_left(starts, end)] - end) / 1e3 for end in ends[:-1]]
-    steps = len(ends)
+        copies, waits = count("CUPTI_ACTIVITY_KIND_MEMCPY"), count("CUPTI_ACTIVITY_KIND_SYNCHRONIZATION")
+    ends = [end for _, end, *name in kernels if names[name[0]] == LAST_KERNEL] or [end for _, end in graphs]
+    starts = [start for start, *_ in kernels or graphs]
+    gaps = [(starts[bisect.bisect_left(starts, end)] - end) / 1e3 for end in ends[:-1] if end <= starts[-1]]
     return {
-        "steps": steps,
+        "steps": len(ends),
+        "seen": "kernels" if kernels else "graphs",
         "calls": dict(sorted(calls.items())),
         "memcpy": copies,
         "synchronisations": waits,
-        "launches_per_step": round(len(kernels) / steps, 3) if steps else None,
+        "kernels_per_step": round(len(kernels) / len(ends), 3) if kernels else None,
         "gpu_idle_between_steps_us": {
             "median": round(statistics.median(gaps), 3),
             "p99": round(statistics.quantiles(gaps, n=100)[98], 3),
