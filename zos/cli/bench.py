@@ -13,7 +13,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from host_fallback.mailbox import record_words
 from zos.cache import SwaCache
+from zos.checks import BATCH_STATE_WORDS
 from zos.cli import InputError
 from zos.cli.bench_loop import bench_gpu, bench_host, bench_stall
 from zos.cli.options import check_output, usable
@@ -123,33 +125,38 @@ def bench_commit(size: int, replays: int) -> Iterator[Row]:
     steps = [metadata.tickets.clone() for _ in range(NODES)]
     for number, tickets in enumerate(steps):
         tickets[:, 2] += number * num_kept  # q_start of that step
-    turn = [0]
+    numbers = torch.zeros(2, dtype=torch.int64, device="cuda")
+    results = torch.zeros(64, record_words(size, 0), dtype=torch.int32, device="cuda")
+    batch, state = metadata.state_ids.clone(), torch.zeros(BATCH_STATE_WORDS, dtype=torch.int64, device="cuda")
+    ready = torch.zeros(size, 2, dtype=torch.int32, device="cuda")  # nobody waits: the rows are looked at all the same
+    variants: dict[str, tuple[object, ...]] = {
+        "ragged": (),
+        "ragged, mailbox": (batch, state, None, results, numbers),
+        "ragged, mailbox and ready queue": (batch, state, ready, results, numbers),
+    }
 
-    def commit() -> None:
-        if turn[0] % NODES == 0:  # once a graph, a fiftieth of the time measured
-            svc.table.records.copy_(saved)
-        tickets = steps[turn[0] % NODES]
-        turn[0] += 1
-        torch.ops.zos.commit(
-            svc.table.records,
-            None,
-            tickets,
-            num_kept,
-            None,
-            None,
-            svc.operator_counters,
-            svc.geometry.tokens_per_step,
-            1,
-        )
+    def commits(*others: object) -> Launch:
+        turn = [-1]  # graph_medians makes one call before it captures
 
-    for _ in range(NODES - 1):  # graph_medians makes one more call before it captures
-        commit()
+        def commit() -> None:
+            if turn[0] % NODES == 0 or turn[0] < 0:  # once a graph, a fiftieth of the time measured
+                svc.table.records.copy_(saved)
+            tickets = steps[max(0, turn[0]) % NODES]
+            turn[0] += 1
+            step, most = svc.geometry.tokens_per_step, svc.max_prefill_tokens
+            torch.ops.zos.commit(
+                svc.table.records, None, tickets, num_kept, None, None, svc.operator_counters, step, most, *others
+            )
+
+        return commit
+
+    launches = {name: commits(*others) for name, others in variants.items()}
     before = svc.counters()
-    empty = floor.bind_floor(floor.EMPTY, **metadata.operands)
-    medians = graph_medians({"commit": commit, "empty kernel": empty}, replays)
+    medians = graph_medians({**launches, "empty kernel": floor.bind_floor(floor.EMPTY, **metadata.operands)}, replays)
     if svc.counters() != before:
         raise RuntimeError(f"commits of the benchmark did not count: {svc.counters()}, before {before}")
-    yield row("commit", "ragged", size, medians["commit"], "empty kernel", medians["empty kernel"])
+    for name in variants:
+        yield row("commit", name, size, medians[name], "empty kernel", medians["empty kernel"])
 
 
 def bench_prefill(size: int, replays: int) -> Iterator[Row]:
