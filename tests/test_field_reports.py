@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,10 @@ from device_kernels.module import COMPILE_OPTIONS, Kernel
 from host_fallback.decode_metadata import prepare_v4_decode_metadata as prepare_on_host
 from tests.reference import POISON, assert_bitwise_equal, poison, positions_in_ring
 from zos.cli.compare import metadata_arrays
+
+A04_REPEATS, A04_CYCLES = 1000, 200_000  # a tenth of a millisecond: as long as staging takes
+A05_CYCLES = 100_000_000  # about 50 ms
+A27_BYTES = {"cuda": 2**30, "cpu": 2**24}
 
 PAD = {"kv_swa_index_offset_len": 0, "kv_swa_index": -1, "kv_swa_full_index_pivots": 0, "swa_len": 0, "positions": 0,
        "swa_write_slot": -1, "token_row": -1, "token_state_id": -1}  # fmt: skip
@@ -80,6 +85,45 @@ def test_a03_padding_does_not_shift_results(device: str) -> None:
     svc.set_batch([2, -1, 0, -1], batch=4)
     svc.commit(svc.prepare(), int32(device, 3 + 1, 5 + 1, 0 + 1, 5 + 1))
     assert lengths_of(svc, 0, 1, 2, 3) == [101, 50, 64, 70]
+
+
+def test_a04_buffers_of_a_queued_step_are_left_alone(device: str) -> None:
+    """Ids staged for the next step do not reach the one whose launch is still queued."""
+    svc = service(device, dict.fromkeys((3, 4, 7, 8), 1000), max_batch=2)
+    svc.warmup()
+    svc.flush()
+    for _ in range(A04_REPEATS):
+        if device == "cuda":
+            torch.cuda._sleep(A04_CYCLES)
+        offsets = []
+        for states in ([3, 4], [7, 8]):
+            svc.set_batch(states)
+            offsets.append(svc.prepare().kv_swa_index_offset_len[[0, 6], 0].clone())
+        assert [found.tolist() for found in offsets] == [[471, 605], [1007, 1141]]
+
+
+def test_a05_edits_wait_for_the_step_before(device: str) -> None:
+    """A reset from another stream takes effect after the prepare that was launched before it, and before the next."""
+    svc = service(device, {3: 1000}, max_batch=1)
+    svc.set_batch([3])
+    svc.warmup()
+    svc.prepare()
+    compute, other = (torch.cuda.Stream() if device == "cuda" else None for _ in range(2))
+    with torch.cuda.stream(compute):
+        if device == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(A05_CYCLES)
+        metadata = svc.prepare()
+    with torch.cuda.stream(other):
+        svc.reset(3)
+        svc.set_valid_start(3, 0)
+        svc.flush()
+    if device == "cuda":
+        assert compute is not None and not compute.query(), "the stream was not busy: the test proves nothing"
+        torch.cuda.synchronize()
+    assert offset_len(metadata, 0) == [471, 128]
+    assert lengths_of(svc, 3) == [0]
+    assert offset_len(svc.prepare(), 0) == [402, 1]
 
 
 def test_a06_results_follow_the_sequence_not_the_row(device: str) -> None:
@@ -229,6 +273,69 @@ def test_a16_offset_of_a_view_counts(device: str) -> None:
     assert lengths_of(svc, 3) == [1002]
 
 
+def use_service_of(index: int) -> None:
+    """Call everything that a step needs on a service of one GPU, also in vain; the results must be that GPU's."""
+    svc = service(f"cuda:{index}", {3: 1000}, max_batch=2)
+    svc.attach_mailbox()
+    svc.set_batch([3])
+    metadata = svc.prepare()
+    assert metadata.positions.device.index == index
+    assert offset_len(metadata, 0) == [471, 128]
+    with pytest.raises(ValueError, match="num_kept"):
+        svc.commit(metadata, torch.zeros(2, dtype=torch.int64, device=f"cuda:{index}"))
+    svc.commit(metadata, int32(f"cuda:{index}", 6, 0))
+    svc.check()
+    assert [record.kept.tolist() for record in svc.drain()] == [[6, 0]]
+    loop = zos.DecodeLoop(svc, lambda metadata: metadata.seqlens_q)
+    loop.set_batch([3])
+    loop.run(steps=2)
+    assert [record.q_start.tolist() for record in loop.drain()] == [[1012], [1018]]
+
+    def fails(metadata: zos.DecodeMetadata) -> torch.Tensor:
+        raise ArithmeticError("step failed")
+
+    failing = zos.DecodeLoop(svc, fails)
+    failing.set_batch([3])
+    with pytest.raises(ArithmeticError):
+        failing.run()
+
+
+def check_current_device_stays(current: int, used: int) -> None:
+    """Neither calls nor errors change the current device, here or in another thread."""
+
+    def in_a_thread() -> int:
+        torch.cuda.set_device(current)
+        use_service_of(used)
+        return torch.cuda.current_device()
+
+    before = torch.cuda.current_device()
+    torch.cuda.set_device(current)
+    try:
+        stream = torch.cuda.current_stream()
+        use_service_of(used)
+        assert torch.cuda.current_device() == current
+        assert torch.cuda.current_stream() == stream
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(in_a_thread).result() == current
+    finally:
+        torch.cuda.set_device(before)
+
+
+@pytest.mark.gpu
+def test_a21_current_device_stays() -> None:
+    """What one GPU allows: the device and the stream that were current still are, also after an error, and in a second thread."""
+    check_current_device_stays(current=0, used=0)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("current", "used"), [(1, 0), (0, 1)])
+def test_a21_current_device_stays_another_one(current: int, used: int) -> None:
+    """A table on one GPU is served right while another is current, and stays so."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    check_current_device_stays(current, used)
+
+
 @pytest.mark.gpu
 def test_a22_parameters_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel sees exactly the stride, count and factor that it was given; what does not fit is refused."""
@@ -351,6 +458,40 @@ def test_a26_compiled_mutation_of_one_arena(device: str) -> None:
     for name, eager, compiled in zip(("slice", "arena", "wide"), *results, strict=True):
         assert_bitwise_equal(compiled, eager, name)
     assert results[1][1][:2].tolist() == [471, 128]
+
+
+def test_a27_no_buffer_of_a_graph_moves(device: str) -> None:
+    """A large eager prefill after a capture, and memory given back and taken by others: the replay reads and writes what it did."""
+    options = {"max_prefill_tokens": 4096, "max_batch": 8}
+    svc, eager = (service(device, dict.fromkeys(range(8), 1000), **options) for _ in range(2))
+    loop = zos.DecodeLoop(svc, lambda metadata: torch.zeros_like(metadata.seqlens_q), buckets=(8,))
+    loop.set_batch(range(8))
+    loop.run()
+    addresses = {name: value.data_ptr() for name, value in tensors_of(loop.metadata).items()}
+    for each in (svc, eager):
+        each.admit(12, prompt_end=4096)
+        each.set_prefill_batch([12])
+        each.prepare_prefill(full_index=True)
+    if device == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    block = torch.full((A27_BYTES[device] // 4,), -7, dtype=torch.int32, device=device)
+    eager.set_batch(range(8))
+    for state_id in range(8):
+        for each in (svc, eager):
+            each.set_seqlen_q(state_id, 1 + state_id % 6)
+    poison(loop.metadata)
+    loop.run()
+    fresh = metadata_arrays(eager.prepare())
+    for name, array in metadata_arrays(loop.metadata).items():
+        assert_bitwise_equal(array, fresh[name], name)
+    assert (block == -7).all()
+    assert {name: value.data_ptr() for name, value in tensors_of(loop.metadata).items()} == addresses
+
+
+def tensors_of(metadata: zos.DecodeMetadata) -> dict[str, torch.Tensor]:
+    """Every buffer that the operator of a prepare was given."""
+    return {name: value for name, value in metadata.operands.items() if isinstance(value, torch.Tensor)}
 
 
 def test_host_operator_takes_the_same_arguments() -> None:

@@ -18,7 +18,7 @@ from zos.requests import Request, RequestState
 from zos.table import Phase
 
 WAITING, RUNNING, PREEMPTED, FINISHED, FAILED, CANCELLED = RequestState
-MOST_REPLAYS = 500  # within which what these tests submit must be over
+MOST_REPLAYS = 3000  # within which what these tests submit must be over
 
 
 def keep_all(metadata: zos.DecodeMetadata) -> torch.Tensor:
@@ -364,7 +364,8 @@ def test_two_loops_of_one_service(device: str) -> None:
     for loop, states in zip(loops, (range(0, 4), range(4, 12)), strict=True):
         loop.use_states(states)
         together.append([loop.submit(q_start=3 * number, stop_at=80 + number) for number in range(9)])
-    for _ in range(MOST_REPLAYS):
+    while any(loop.pending for loop in loops):
+        assert loops[0].steps_launched < MOST_REPLAYS
         for loop in loops:
             loop.run()
             loop.drain()
@@ -372,7 +373,6 @@ def test_two_loops_of_one_service(device: str) -> None:
         loop = loop_of(device, capacity, 3, keep_by_position)
         alone.append([loop.submit(q_start=3 * number, stop_at=80 + number) for number in range(9)])
         run_to_the_end(loop)
-    assert not any(loop.pending for loop in loops)
     for ours, theirs in zip(together, alone, strict=True):
         assert [(r.state, r.q_start) for r in ours] == [(r.state, r.q_start) for r in theirs]
 

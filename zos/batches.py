@@ -270,7 +270,7 @@ class BatchEdits(SequenceEdits):
         return state.rows.tolist(), queued
 
     def ready_room(self, slot: int = 0) -> int:
-        """Entries that a slot's ready queue has room for, as far as the host knows; one passed over counts until it is taken."""
+        """Entries that a slot's ready queue has room for; those of sequences that left it count until they are taken."""
         return int(self._edits.ready.shape[1]) - len(self.slot(slot).waiting)
 
     def lives_on(self, state_id: int, step: int, slot: int = 0) -> bool:
