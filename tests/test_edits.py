@@ -8,6 +8,7 @@ import pytest
 import zos
 from tests.reference import assert_bitwise_equal
 from tests.twins import APPENDED, Twins
+from zos.checks import BUFFER_HEADER_WORDS, EDIT_WORDS
 from zos.edits import EDITS_PER_BUFFER, NUM_BUFFERS
 
 
@@ -148,14 +149,45 @@ def test_a_failing_launch_on_nothing_takes_no_buffer(device: str, monkeypatch: p
     assert svc.prepare().seqlens_k.tolist() == [11]
 
 
-def test_failed_launch_keeps_the_edits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is lost: what a failing launch did not apply is staged still."""
+@pytest.mark.parametrize("edits", [1, 2 * EDITS_PER_BUFFER + 5])
+def test_failed_launch_keeps_the_edits(device: str, edits: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is lost or applied twice: what a failing launch did not apply is staged still, before what comes after."""
     svc = service(device)
     svc.admit(state_id=3, q_start=5)
+    for number in range(edits):
+        svc.set_seqlen_q(3, 1 + number % 5)
     svc.set_batch([3], batch=1)
-    with monkeypatch.context() as patch:
-        patch.setattr(svc._edits, "launch", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            svc.prepare()
-    svc.set_batch([3, -1, -1], batch=3)  # newer than what the failed launch had packed
-    assert svc.prepare().seqlens_k.tolist() == [11, 0, 0]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(svc._edits, "launch", lambda: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                svc.prepare()
+        svc.set_valid_start(3, 2)
+        svc.set_batch([3, -1, -1], batch=3)
+    assert svc.prepare().seqlens_q.tolist() == [1 + (edits - 1) % 5, 0, 0]
+    assert svc.table.swa_valid_start[3].item() == 2
+    for length in (2, 4):
+        svc.set_seqlen_q(3, length)
+        assert svc.prepare().seqlens_q.tolist() == [length, 0, 0]
+    assert svc.table.generation[3].item() == 1
+
+
+def test_edits_of_a_state_stand_together(seed: int) -> None:
+    """The kernel gives a state's edits to one thread: rows of a buffer must be by state, and of each in call order."""
+    rng = np.random.default_rng(seed)
+    svc = service("cpu")
+    for state_id in range(16):
+        svc.admit(state_id)
+    svc.flush()
+    expected: dict[int, list[int]] = {}
+    for number in range(200):
+        state_id = int(rng.integers(16))
+        svc.set_valid_start(state_id, number)
+        expected.setdefault(state_id, []).append(number)
+    edits = svc._edits
+    place = edits._packed % NUM_BUFFERS
+    edits.pack()
+    buffer = np.array(edits._buffers[place].cast("i"), np.int32)
+    rows = buffer[BUFFER_HEADER_WORDS:][: 200 * EDIT_WORDS].reshape(200, EDIT_WORDS)
+    assert buffer[0] == 200
+    assert rows[:, [0, 2]].tolist() == [[state, number] for state in sorted(expected) for number in expected[state]]

@@ -285,13 +285,13 @@ def test_what_the_host_knows_when_it_reads_late(device: str, lag: int, seed: int
     twins.set_batch([0, 1, 2])
     accepted = refused = checked = 0
     since_read = since_set = 0  # steps
-    for _ in range(120):
+    for _ in range(150 * (1 + lag)):
         action = rng.choice(["set_batch", "set_ready", "step", "step", "read", "prefill"])
         state_ids = rng.permutation(40)[: rng.integers(1, 6)].tolist()
         if action == "set_batch":
             was_accepted = twins.set_batch(state_ids, batch=int(rng.integers(len(state_ids), 7)))
             accepted, refused, since_set = accepted + was_accepted, refused + (not was_accepted), 0
-        elif action == "set_ready" and len(twins.svc.known_batch()[1]) < 60:
+        elif action == "set_ready" and len(twins.svc.slot(0).waiting) < 60:
             for state_id in state_ids:
                 if twins.oracle.records[state_id]["phase"] != Phase.LIVE:
                     twins.edit("release", state_id)
