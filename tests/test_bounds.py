@@ -323,6 +323,18 @@ def record_overwritten() -> None:
     check(svc)
 
 
+def record_of_the_end_overwritten() -> None:
+    svc = service_of(3, records=2)
+    step(svc, kept=1, ends=True)
+    for _ in range(3):
+        step(svc, kept=1)
+    drain(svc)
+    check(svc)
+    svc.reset(3)
+    svc.flush()
+    check(svc)
+
+
 def record_of_a_life_before() -> None:
     svc = service_of(3)
     step(svc, kept=6)
@@ -414,6 +426,7 @@ def takes_a_prefill_for_a_decode_step(svc: BatchEdits, slot: int, record: zos.St
 
 LAUNCHED, STAGE, EDITS_LAUNCHED = SequenceBounds.launched, SequenceBounds.stage, SequenceBounds.edits_launched
 BATCH_LAUNCHED, LEARN_FROM, START = BatchEdits._batch_launched, BatchEdits._learn_from, SequenceBounds._start
+PAST = zos.bounds._Past
 # history -> the mistake that it would show: what is replaced by what
 MISTAKES: dict[Callable[[], None], list[tuple[Any, str, Any]]] = {
     batch_set_before_the_result: [(SequenceBounds, "launched", counts_the_batch_of_now)],
@@ -427,6 +440,7 @@ MISTAKES: dict[Callable[[], None], list[tuple[Any, str, Any]]] = {
     set_refused_twice: [(BatchEdits, "_batch_launched", takes_every_set_for_accepted)],
     smaller_batch_refused: [(BatchEdits, "_learn_from", takes_shown_rows_for_all)],
     record_overwritten: [(SequenceBounds, "_sum_up", forgets_steps_without_a_record)],
+    record_of_the_end_overwritten: [(zos.bounds, "_Past", lambda *arguments: PAST(*arguments[:3], lost=False))],
     record_of_a_life_before: [(SequenceBounds, "_start", takes_lives_for_one)],
     result_of_a_life_before: [(zos.bounds, "IS_STALE", 0)],
     result_repeated: [(zos.bounds, "IS_DUPLICATE", 0)],

@@ -46,7 +46,7 @@ class _Past:
     lower: int
     upper: int
     until: list[int]  # by slot: the last step before the reset
-    lost: bool = False  # records of those steps will not be read
+    lost: bool  # whether records of those steps may never be read
 
 
 NOBODY = np.zeros(0, np.int64)
@@ -267,6 +267,17 @@ class SequenceBounds:
         upper: np.ndarray = np.minimum(self._known + moved, self._stop_at)
         return upper
 
+    def _upper_of(self, state_id: int) -> int:
+        """As `_upper`, of one state."""
+        known, moved = int(self._known[state_id]), int(self._summed[:, state_id].sum())
+        for slot, epochs in enumerate(self._epochs):
+            begin, until = max(int(self._since[slot, state_id]), self._read[slot]), int(self._until[slot, state_id])
+            for epoch in epochs:
+                steps = min(epoch.last, until) - max(begin, epoch.first - 1)
+                if steps > 0 and (epoch.states == state_id).any():
+                    moved += steps * epoch.tokens
+        return min(known + moved, int(self._stop_at[state_id])) if self._ended[state_id] == MOVES else known
+
     def _steps_of(self, slot: int, epoch: _Epoch, last: int) -> np.ndarray:
         """Steps of an epoch, up to the `last`, that no record was read of and that may have moved each of its states."""
         begin = np.maximum(self._since[slot][epoch.states], max(epoch.first - 1, self._read[slot]))
@@ -289,9 +300,9 @@ class SequenceBounds:
         pasts = self._pasts.get(state_id, [])
         if self._ended[state_id] == FINISHED and not pasts:
             return
-        upper = int(self._upper()[state_id])
+        upper = self._upper_of(state_id)
         if self._known[state_id] < upper:  # it may have finished in one of these steps
-            lost = bool(self._summed[:, state_id].any())  # the record that says it finished may be gone
+            lost = bool(self._summed[:, state_id].any())
             pasts.append(_Past(int(self._known[state_id]), upper, list(self._launched), lost))
             if len(pasts) > RESETS_UNSURE:
                 first, second = pasts[:2]
