@@ -78,9 +78,9 @@ class SequenceBounds:
         """From the next step on, steps of this slot may move these states."""
         self._states[slot, prefill] = states[(states >= 0) & (states < len(self._known))]  # a batch may hold anything
 
-    def states(self, slot: int) -> np.ndarray:
-        """States that the slot's next decode step may move."""
-        return self._states.get((slot, False), np.zeros(0, np.int64))
+    def states(self, slot: int, prefill: bool = False) -> np.ndarray:
+        """States that the slot's next step may move."""
+        return self._states.get((slot, prefill), np.zeros(0, np.int64))
 
     def attach(self, slot: int) -> None:
         """Records of the slot will be read from now on."""
@@ -88,11 +88,15 @@ class SequenceBounds:
         self._has_reader[slot] = True
         self._read[slot] = self._launched[slot]
 
-    def launched(self, slot: int, steps: int, tokens: int, prefill: bool = False) -> None:
-        """So many more steps of a slot are launched, which may move each of its states by `tokens` each."""
+    def launched(
+        self, slot: int, steps: int, tokens: int, prefill: bool = False, states: np.ndarray | None = None
+    ) -> None:
+        """So many more steps of a slot are launched, which may move each of `states` (default: its own) by `tokens` each."""
         first = self._launched[slot] + 1
         self._launched[slot] = last = first + steps - 1
-        epochs, states = self._epochs[slot], self._states.get((slot, prefill))
+        epochs = self._epochs[slot]
+        if states is None:
+            states = self._states.get((slot, prefill))
         if states is None:
             return
         if epochs and epochs[-1].states is states and epochs[-1].tokens == tokens and epochs[-1].last == first - 1:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+import numpy as np
 import torch
 
 from zos.table import SequenceTable
@@ -19,6 +20,7 @@ class SlotOrigin:
     prepared_batch: int | None = (
         None  # B of the slot's last eager prepare, or loop's replay: whose tickets its buffers hold
     )
+    prepared_states: np.ndarray | None = None  # states that a result of it may move
     prepared_after: int = 0  # graphs replayed before it: a later one may have prepared any batch size
 
 

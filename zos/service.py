@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
+import numpy as np
 import torch
 
 import zos.ops
@@ -248,8 +249,9 @@ class MetadataService(BatchEdits):
             prefill,
         )
         if not capturing:
-            if slot is not None:
-                self._count_launched(metadata.slot, 1, prefill)
+            if slot is not None:  # the batch may have been set again since the prepare
+                states = metadata.origin.prepared_states if known else None
+                self._count_launched(metadata.slot, 1, prefill, states)
             if mailbox is not None:
                 mailbox.publish()
         self._order.mark()
@@ -358,11 +360,13 @@ class MetadataService(BatchEdits):
         self._order.mark(replayed=True)
 
     def _prepared(self, metadata: StepMetadata) -> None:
-        metadata.origin.prepared_batch, metadata.origin.prepared_after = metadata.batch, self._replays
+        origin = metadata.origin
+        origin.prepared_batch, origin.prepared_after = metadata.batch, self._replays
+        origin.prepared_states = self._bounds.states(metadata.slot, isinstance(metadata, PrefillMetadata))
 
-    def _count_launched(self, slot: int, steps: int, prefill: bool) -> None:
+    def _count_launched(self, slot: int, steps: int, prefill: bool, states: np.ndarray | None) -> None:
         tokens = self.max_prefill_tokens if prefill else self.geometry.tokens_per_step
-        self._bounds.launched(slot, steps, tokens, prefill)
+        self._bounds.launched(slot, steps, tokens, prefill, states)
 
     def _count_step(self) -> None:
         self.steps_launched += 1
