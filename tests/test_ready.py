@@ -101,6 +101,7 @@ def test_a_row_that_the_host_changed_is_left_alone(device: str) -> None:
     step = twins.prepare()
     assert twins.set_batch([5, 1])
     twins.commit(step, [1, 1, 1], [1, 1, 1])
+    twins.compare()  # bounds too, while the record is unread: the step moved who no longer stands in the batch
     (record,) = twins.read()
     assert record.next_state_ids.tolist() == [5, 10, -1]  # and row 2, which the batch no longer has, takes no entry
     assert twins.known_batch() == [5, 10, -1]
@@ -288,6 +289,8 @@ def test_what_the_host_knows_when_it_reads_late(device: str, lag: int, seed: int
     for _ in range(150 * (1 + lag)):
         action = rng.choice(["set_batch", "set_ready", "step", "step", "read", "prefill"])
         state_ids = rng.permutation(40)[: rng.integers(1, 6)].tolist()
+        if rng.random() < 0.3:
+            twins.compare()  # bounds too, with whatever is unread
         if action == "set_batch":
             was_accepted = twins.set_batch(state_ids, batch=int(rng.integers(len(state_ids), 7)))
             accepted, refused, since_set = accepted + was_accepted, refused + (not was_accepted), 0
@@ -376,3 +379,18 @@ def test_bad_arguments(device: str) -> None:
     svc.flush()
     assert svc._edits.batch_states[0].tolist()[3] == 6
     assert svc.known_batch()[1] == [0, 1, 2] * 2
+
+
+@pytest.mark.parametrize("queue", [False, True])
+def test_a_late_result_stays_within_bounds(device: str, queue: bool) -> None:
+    """A batch set between prepare and commit is not what the step moves: the sequences of its tickets are."""
+    twins = Twins(device, queue=queue)
+    twins.admit(range(8))
+    twins.set_batch([0, 1])
+    step = twins.prepare()
+    twins.set_batch([4, 5])
+    twins.commit(step, [6, 3])
+    twins.compare()
+    twins.step()
+    twins.compare()
+    assert [record.kept.tolist() for record in twins.read()] == [[6, 3], [1, 1]]

@@ -70,6 +70,7 @@ class Twins:
             max_prefill_tokens=self.svc.max_prefill_tokens,
             carry_tokens=self.svc.table.token_ids is not None,
         )
+        self._host_knows = True  # how far sequences are: nobody else has written to the table
         self.slots = [OracleSlot(self.oracle, max_batch) for _ in range(slots)]
         self._batches: list[list[int]] = [[]] * slots  # rows of the decode batch last set, by slot
         self._prefill_batches: list[list[int]] = [[]] * slots
@@ -90,6 +91,7 @@ class Twins:
 
     def load(self, records: np.ndarray) -> None:
         """Replace the table, as the caller's device code might."""
+        self._host_knows = False
         self.oracle.load_records(records)
         self.svc.table.records.copy_(torch.from_numpy(records))
 
@@ -174,6 +176,12 @@ class Twins:
         self.svc.flush()
         assert_bitwise_equal(self.svc.table.records, self.oracle.records_array(), "records")
         assert self.svc.counters() == self.oracle.counters
+        if self._host_knows:
+            lower, upper = self.svc.bounds(range(self.svc.capacity))
+            length, free = self.svc.table.q_start.cpu().numpy(), self.svc.table.phase.cpu().numpy() == zos.Phase.FREE
+            assert (free | ((lower <= length) & (length <= upper))).all()
+            if not any(slot.unread for slot in self.slots):
+                assert (free | (lower == upper)).all()
         for slot, expected in enumerate(self.slots):
             most = self.svc.max_batch
             batch = self.svc.slot_metadata(slot, most, most * self.svc.geometry.tokens_per_step).state_ids
