@@ -15,8 +15,9 @@ import zos
 from tests.reference import as_array, assert_bitwise_equal
 from zos.cli.compare import metadata_arrays
 from zos.edits import EDITS_PER_BUFFER, NUM_BUFFERS
-from zos.loop import DEFAULT_RECORDS, WARMUP_RUNS
+from zos.loop import DEFAULT_RECORDS
 from zos.requests import RequestState
+from zos.steps import WARMUP_RUNS
 
 STEPS = 6
 ROWS = 256
