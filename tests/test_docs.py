@@ -11,12 +11,16 @@ ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 
 
-def test_readme_example() -> None:
-    """The captured loop runs as it stands (eagerly where there is no GPU) and ends as its last comment says."""
-    (example,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    found = subprocess.run([sys.executable, "-c", example], cwd=ROOT, capture_output=True, text=True, check=False)
-    assert found.stdout == "1100 FINISHED\n", found.stderr
-    assert "# 1100 FINISHED" in example
+def test_readme_examples() -> None:
+    """They run one after the other as they stand (eagerly where there is no GPU) and print what their comments say."""
+    loop, requests = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    script = [sys.executable, "-c", loop + requests]
+    found = subprocess.run(script, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "# 1100 FINISHED" in loop
+    first, *records = found.stdout.splitlines()
+    assert first == "1100 FINISHED", found.stderr
+    kept, finished = (sum(int(line.split()[column]) for line in records) for column in (1, 2))
+    assert (kept, finished) == (100 * 50, 100), found.stderr
 
 
 def test_no_placeholders() -> None:
