@@ -223,14 +223,19 @@ def warms_up_on_the_live_batch(patch: Patch) -> None:
 
 
 def captures_edits(patch: Patch) -> None:
-    capturing = StreamOrder.capturing
+    capturing, join, mark = StreamOrder.capturing, StreamOrder.join, StreamOrder.mark
     flush = zos.MetadataService.flush
 
     def without_the_check(svc: zos.MetadataService) -> None:
         patch.setattr(StreamOrder, "capturing", lambda order: False)
-        patch.setattr(StreamOrder, "mark", lambda order: None)  # an event cannot be recorded in a capture for later
+        for call in (
+            "join",
+            "mark",
+        ):  # nor can an event from outside be awaited in a capture, or one recorded for later
+            patch.setattr(StreamOrder, call, lambda order: None)
         flush(svc)
-        patch.setattr(StreamOrder, "capturing", capturing)
+        for call, as_it_was in (("capturing", capturing), ("join", join), ("mark", mark)):
+            patch.setattr(StreamOrder, call, as_it_was)
 
     patch.setattr(zos.MetadataService, "flush", without_the_check)
 

@@ -353,12 +353,12 @@ def test_device_error_is_found_without_checks(tmp_path: Path, monkeypatch: pytes
 
 @pytest.mark.gpu
 def test_captured_replay_waits_for_nothing(tmp_path: Path) -> None:
-    """Captured, without checks: no allocation, no wait in a step without edits, two launches and those of the edits."""
+    """Captured, without checks: no allocation, no wait in a step without edits, three launches and those of the edits."""
     found = replay_figures(tmp_path, AZURE, "--device=cuda", "--check=off")
     assert found["mismatches"] == 0
     assert found["allocations_after_capture"] == 0
     assert found["waits_per_step_without_edits"] == 0
-    assert 2 <= found["launches_per_step"] < 3
+    assert 3 <= found["launches_per_step"] < 4  # prepare, publication of the step before, commit
     assert 0 < found["metadata_us"]["median"] <= found["metadata_us"]["p99"]
 
 

@@ -72,10 +72,12 @@ class StepRunner:
             branch.wait_stream(main)
             with torch.cuda.stream(branch):
                 self._service.publish(self._slot)
-        self._service.launch_prepare(metadata)
-        result = as_result(self._step(metadata))
-        if branch is not None:
-            main.wait_stream(branch)  # commit must not write a record while one is copied
+        try:
+            self._service.launch_prepare(metadata)
+            result = as_result(self._step(metadata))
+        finally:  # also when step raises: a capture whose branch does not come back would end with an error of its own
+            if branch is not None:
+                main.wait_stream(branch)  # commit must not write a record while one is copied
         self._service.commit(metadata, *result)
         return result
 

@@ -21,6 +21,7 @@ SPAN = "zos replay"
 WAIT = "Synchronize"  # in the name of every CUDA call that waits: for a device, a stream, an event
 REPLAY = "cudaGraphLaunch"  # one for each of a step's batches
 LAUNCH = "LaunchKernel"  # outside a graph: edits
+PUBLICATION = "publish_results"  # of a step's record: beside the next step's body, off its way
 LAST_KERNEL = "commit"  # of the metadata kernels of a batch
 RING_KERNELS = {*device_kernels.ring_store.KERNELS, *device_kernels.ring_load.KERNELS}
 METADATA_KERNELS = {kernel.name for kernel in zos.ops.KERNELS if kernel not in RING_KERNELS}
@@ -187,7 +188,8 @@ class ProfiledSteps(Meter):
         for commits in self._batches:
             total = 0.0
             for kernel in left:
-                total += kernel.time_range.elapsed_us()
+                if kernel.name != PUBLICATION:
+                    total += kernel.time_range.elapsed_us()
                 commits -= kernel.name == LAST_KERNEL
                 if not commits:
                     self.metadata_us.append(total)
