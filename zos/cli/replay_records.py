@@ -177,9 +177,10 @@ class RecordChecker:
 
     def _check_bounds(self, states: np.ndarray, lower: np.ndarray, upper: np.ndarray, all_read: bool) -> None:
         truth = self.prediction.columns["q_start"][states]
-        self._compare("model", {"q_start within its bounds": (np.clip(truth, lower, upper), truth)})
+        self._compare("bounds", {"lower q_start": (np.minimum(lower, truth), lower)})
+        self._compare("bounds", {"upper q_start": (np.maximum(upper, truth), upper)})
         if all_read:
-            self._compare("model", {"upper of what is known exactly": (upper, lower)})
+            self._compare("bounds", {"q_start known exactly": (lower, upper)})
 
     # ---- what came of it -----------------------------------------------------------------------------------------------------
 
