@@ -17,6 +17,7 @@ from zos.cli.acceptance import AcceptanceModel
 from zos.cli.main import main
 from zos.cli.replay_log import LoggedService
 from zos.cli.replay_records import RecordChecker
+from zos.errors import MailboxFullError
 from zos.loop import DecodeLoop
 from zos.mailbox import Mailbox, StepRecord
 from zos.requests import Request, RequestScheduler, RequestState
@@ -40,21 +41,18 @@ MODES = [
 def queueing_trace(folder: Path, seed: int, requests: int = 60) -> Path:
     """More requests at once than a batch of 4 holds, so that some wait on the device and some on the host."""
     rng = random.Random(seed)
-    arrivals = sorted(rng.randrange(4000) for _ in range(requests))
+    arrivals = sorted(rng.randrange(2000) for _ in range(requests))
     return mooncake_trace(folder, [(at, rng.randrange(3000), rng.randrange(1, 60)) for at in arrivals])
 
 
-def read_with(monkeypatch: pytest.MonkeyPatch, change: Callable[[Mailbox, StepRecord], StepRecord | None]) -> None:
-    """Let `change` replace every record that is read; None loses it."""
-    read = Mailbox.read
+def deliver_with(monkeypatch: pytest.MonkeyPatch, change: Callable[[StepRecord], StepRecord | None]) -> None:
+    """Let `change` replace every record that the loop delivers; None loses it. The loop itself has learnt from it by then."""
+    delivered = RequestScheduler._delivered
 
-    def changed(self: Mailbox) -> StepRecord | None:
-        while (record := read(self)) is not None:
-            if (other := change(self, record)) is not None:
-                return other
-        return None
+    def changed(self: RequestScheduler) -> list[StepRecord]:
+        return [record for record in map(change, delivered(self)) if record is not None]
 
-    monkeypatch.setattr(Mailbox, "read", changed)
+    monkeypatch.setattr(RequestScheduler, "_delivered", changed)
 
 
 # ---- runs -------------------------------------------------------------------------------------------------------
@@ -71,11 +69,14 @@ def test_every_request_runs_to_its_end(
     found = replay_figures(tmp_path, trace, *everywhere, *options)
     assert found["mismatch_examples"] == [] and found["mismatches"] == 0
     assert found["requests"] + found["cancelled"] == 60
-    assert found["resumed"] == found["preempted"]
+    # Where the host knows at once how far the device is, nothing that it preempts has ended already.
+    assert found["resumed"] == found["preempted"] or (device == "cuda" and found["resumed"] < found["preempted"])
     assert found["steps_checked"] == found["steps"] >= found["replays"] > 0
-    assert found["rows_refilled_on_device"] > 0 and found["largest_batch"] == 4
+    assert found["largest_batch"] == 4
     churned = found["cancelled"] + found["preempted"] + found["reset"]
     assert (churned > 0) == any(option.startswith("--churn") for option in options)
+    if not churned:  # a churn may leave no sequence long enough to end by itself
+        assert found["rows_refilled_on_device"] > 20
 
 
 def test_all_disturbances_happen(tmp_path: Path, seed: int) -> None:
@@ -167,26 +168,37 @@ def test_plot(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [("--steps-per-replay=1", "--check=off"), ("--steps-per-replay=4",), ("--device-loop",)]
+    "options",
+    [
+        ("--steps-per-replay=1", "--check=off"),
+        ("--steps-per-replay=4",),
+        ("--steps-per-replay=16",),
+        ("--device-loop",),
+    ],
+    ids=" ".join,
 )
 def test_records_that_come_late(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int, options: Sequence[str]
 ) -> None:
     """As on a GPU the host acts on what it has read so far: set_batch comes too late, the mailbox fills up, bounds are apart."""
-    rng, read = random.Random(seed), Mailbox.read
+    rng, read, check_room, full = random.Random(seed), Mailbox.read, DecodeLoop._check_room, [0]
+
+    def counted(self: DecodeLoop) -> None:
+        try:
+            check_room(self)
+        except MailboxFullError:
+            full[0] += 1
+            raise
+
     monkeypatch.setattr(Mailbox, "read", lambda self: read(self) if rng.random() < 0.5 else None)
-    found = replay_figures(
-        tmp_path,
-        queueing_trace(tmp_path, seed),
-        "--device=cpu",
-        "--max-batch=4",
-        "--churn=0.5",
-        f"--seed={seed}",
-        *options,
-    )
+    monkeypatch.setattr(DecodeLoop, "_check_room", counted)
+    everywhere = ("--device=cpu", "--max-batch=4", "--churn=0.5", f"--seed={seed}")
+    found = replay_figures(tmp_path, queueing_trace(tmp_path, seed), *everywhere, *options)
     assert found["mismatch_examples"] == []
     assert found["requests"] + found["cancelled"] == 60
-    assert found["resumed"] == found["preempted"]
+    assert found["resumed"] <= found["preempted"]
+    if "--steps-per-replay=16" in options:
+        assert full[0] > 0 and found["set_batch_refused"] > 0
 
 
 # ---- options ----------------------------------------------------------------------------------------------------
@@ -254,12 +266,14 @@ def test_wrong_word_of_a_record_is_found(
 ) -> None:
     """One wrong row of one record: named with step, field, place and both values, whether or not steps are checked."""
 
-    def wrong(_: Mailbox, record: StepRecord) -> StepRecord:
-        if record.step == 5:
-            getattr(record, name)[1] ^= 16
-        return record
+    def wrong(record: StepRecord) -> StepRecord:
+        if record.step != 5:
+            return record
+        array = getattr(record, name).copy()
+        array[1] ^= 16
+        return record._replace(**{name: array})
 
-    read_with(monkeypatch, wrong)
+    deliver_with(monkeypatch, wrong)
     examples = faulty_run(tmp_path, "--steps-per-replay=1", f"--check={check}", queueing=False)
     assert examples[0].startswith(f"step 5: {name} against the model: 1 of 2 differ, first at [1]")
     assert f"mismatch: step 5: {name}" in capsys.readouterr().err
@@ -269,18 +283,18 @@ def test_wrong_word_of_a_record_is_found(
 def test_wrong_count_of_a_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """A result dropped, a row deferred or a batch changed that nobody asked for."""
 
-    def wrong(_: Mailbox, record: StepRecord) -> StepRecord:
+    def wrong(record: StepRecord) -> StepRecord:
         return record._replace(**{name: getattr(record, name) + 1}) if record.step == last else record
 
     last = replay_figures(tmp_path, queueing_trace(tmp_path, 1), "--device=cpu", "--max-batch=4", "--churn=0")["steps"]
-    read_with(monkeypatch, wrong)
+    deliver_with(monkeypatch, wrong)
     examples = faulty_run(tmp_path)
     assert len(examples) == 1 and examples[0].startswith(f"step {last}: ")
 
 
 def test_lost_record_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The next one has a number too high, and what it says is another step's."""
-    read_with(monkeypatch, lambda _, record: None if record.step == 5 else record)
+    deliver_with(monkeypatch, lambda record: None if record.step == 5 else record)
     examples = faulty_run(tmp_path, "--steps-per-replay=3", queueing=False)
     assert "step against the model: 1 of 1 differ, first at []: 6, expected 5" in examples[0]
 
@@ -311,12 +325,10 @@ def test_state_that_stands_twice_is_found(
 ) -> None:
     """A record tells of one sequence in two rows."""
 
-    def wrong(_: Mailbox, record: StepRecord) -> StepRecord:
-        if record.step == 5:
-            record.next_state_ids[0] = record.next_state_ids[1]
-        return record
+    def wrong(record: StepRecord) -> StepRecord:
+        return record._replace(next_state_ids=record.next_state_ids[[1, 1]]) if record.step == 5 else record
 
-    read_with(monkeypatch, wrong)
+    deliver_with(monkeypatch, wrong)
     examples = faulty_run(tmp_path, *options, queueing=False)
     assert any("step 5: states that stand twice in the batch against the model" in example for example in examples)
 
@@ -343,7 +355,7 @@ def test_output_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         admit(self, state_id, q_start, stop_at=stop_at + more * (stop_at == 59))
 
     monkeypatch.setattr(SequenceEdits, "admit", other)
-    examples = faulty_run(tmp_path, "--steps-per-replay=1", queueing=False)
+    examples = faulty_run(tmp_path, "--steps-per-replay=2", queueing=False)
     assert any("tokens, by finished request against the requests: 1 of 2" in example for example in examples)
 
 
@@ -363,7 +375,7 @@ def test_bound_that_is_violated_is_found(
 
     monkeypatch.setattr(SequenceBounds, "bounds", tight)
     examples = faulty_run(tmp_path, *options)
-    assert any("q_start within its bounds against the model" in example for example in examples)
+    assert any(f"{('lower', 'upper')[side]} q_start against the bounds" in example for example in examples)
 
 
 def test_bounds_apart_though_all_is_read_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,7 +387,7 @@ def test_bounds_apart_though_all_is_read_are_found(tmp_path: Path, monkeypatch: 
         return lower, upper + 1
 
     monkeypatch.setattr(SequenceBounds, "bounds", wide)
-    assert "upper of what is known exactly against the model" in faulty_run(tmp_path)[0]
+    assert "q_start known exactly against the bounds" in faulty_run(tmp_path)[0]
 
 
 @pytest.mark.parametrize("options", [("--steps-per-replay=4",), ("--device-loop",), ("--churn=0", "--check=off")])

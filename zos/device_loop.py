@@ -143,6 +143,9 @@ class DeviceLoop(DecodeLoop):
             if self._control[STOP] or self._service.starved(self._slot):
                 break
 
+    def _make_ready(self, batch: int, tokens: int) -> None:
+        self._captured_run(batch, tokens)
+
     def _captured_run(self, batch: int, tokens: int) -> _Run:
         key = (batch, tokens, self._metadata_slot.has_queue)
         if key not in self._runs:

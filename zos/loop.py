@@ -264,7 +264,11 @@ class DecodeLoop(RequestScheduler):
                 self._budget(batch, max_tokens)
             return
         for batch in with_progress(sizes, self._service.device):
-            self._captured(batch, self._budget(batch, max_tokens))
+            self._make_ready(batch, self._budget(batch, max_tokens))
+
+    def _make_ready(self, batch: int, tokens: int) -> None:
+        """Capture what a run of such a batch launches."""
+        self._captured(batch, tokens)
 
     def _batch_shape(self) -> tuple[int, int]:
         if self._shape is None:

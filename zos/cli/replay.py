@@ -133,7 +133,10 @@ def _requests_options(arguments: argparse.Namespace) -> dict[str, bool]:
 
 
 def _probability(text: str) -> float:
-    value = real(-1, 1)(text)
+    try:
+        value = real(-1, 1)(text)
+    except argparse.ArgumentTypeError:
+        value = -1.0
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text!r} is no number of 0 … 1")
     return value
