@@ -106,16 +106,16 @@ def command(name: str, scratch: Path, *arguments: str) -> dict[str, Any]:
     return {"exit_code": code, **found}
 
 
-def steady_state(scratch: Path, trace: str) -> dict[str, Any]:
+def steady_state(scratch: Path, trace: str, steps_per_replay: int) -> dict[str, Any]:
     """What Nsight Systems, which comes with Nsight Compute, sees of 1,000 steps; it needs libdw (a folder in ZOS_NSYS_LIBS).
 
     `trace`: node, which sees each kernel, or graph, which disturbs the replays least.
     """
     found = sorted(NSIGHT.glob("nsight-compute/*/host/target-linux-x64/nsys")) or [Path("nsys")]
     libraries = os.pathsep.join(filter(None, (os.environ.get("ZOS_NSYS_LIBS"), os.environ.get("LD_LIBRARY_PATH"))))
-    report, export = scratch / f"{trace}.nsys-rep", scratch / f"{trace}.sqlite"
+    report, export = scratch / f"{trace}{steps_per_replay}.nsys-rep", scratch / f"{trace}{steps_per_replay}.sqlite"
     flags = f"-s none --cpuctxsw=none -t cuda,nvtx --cuda-graph-trace={trace} --capture-range=cudaProfilerApi".split()
-    workload = [sys.executable, "-m", "tests.steady_state", "run"]
+    workload = [sys.executable, "-m", "tests.steady_state", "run", "--steps-per-replay", str(steps_per_replay)]
     profile = [str(found[-1]), "profile", *flags, "--capture-range-end=stop", "-o", str(report), *workload]
     code, output = run(f"nsys {trace}", profile, LD_LIBRARY_PATH=libraries)
     arguments = ["export", "--type", "sqlite", "-o", str(export), str(report)]
@@ -145,8 +145,8 @@ def main() -> int:
         scratch = Path(folder)
         bench = command("bench", scratch, "bench")  # alone; the rest may share the GPU
         evidence["benchmarks"] = bench.get("rows", [])
-        for trace in ("node", "graph"):  # alone too
-            evidence[f"steady_state_by_{trace}"] = steady_state(scratch, trace)
+        for trace, each in (("node", 1), ("node", 4), ("graph", 1)):  # alone too
+            evidence[f"steady_state_by_{trace}_{each}_steps_per_replay"] = steady_state(scratch, trace, each)
         replay, trace = ("replay", "--device", "cuda"), FULL_TRACE or SAMPLE_TRACE
         parts = {
             "tests": pool.submit(tests, scratch),

@@ -1,29 +1,34 @@
 """What a profiler sees of a loop in its steady state: `run` is the workload for Nsight Systems, `read FILE.sqlite` the figures.
 
 nsys profile -s none --cpuctxsw=none -t cuda,nvtx --cuda-graph-trace=node --capture-range=cudaProfilerApi \
-        --capture-range-end=stop -o steps python -m tests.steady_state run && nsys export --type sqlite steps.nsys-rep
+        --capture-range-end=stop -o steps python -m tests.steady_state run
+nsys export --type sqlite steps.nsys-rep
 """
 
 from __future__ import annotations
 
+import argparse
 import bisect
 import json
 import sqlite3
 import statistics
-import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 STEPS = 1000
 BATCH = 64
+WARM_UP_STEPS = 24
 BODY_CYCLES = 180_000  # about 100 µs of a step's body
 LAST_KERNEL = "commit"  # of a step
+UNTRACED_STEPS = 40  # fewer than the mailbox has records
+HEAD_START_CYCLES = 20_000_000  # about 11 ms
 READ_EVERY = 8  # steps between two looks into the mailbox
 
 
-def run() -> None:
-    """Run steps of a loop as an engine would, its mailbox read along the way; prints the host's time per replay."""
+def run(steps_per_replay: int) -> None:
+    """Run steps of a loop as an engine would, its mailbox read along the way; prints what the host and a step cost."""
     import torch
 
     import zos
@@ -36,14 +41,19 @@ def run() -> None:
         torch.cuda._sleep(BODY_CYCLES)
         return metadata.seqlens_q
 
-    loop = zos.DecodeLoop(svc, step, buckets=[BATCH])
+    loop = zos.DecodeLoop(svc, step, buckets=[BATCH], steps_per_replay=steps_per_replay)
     loop.set_batch(range(BATCH))
-    loop.run(20)
+    loop.run(WARM_UP_STEPS)
     loop.drain()
+    bodies = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(bodies):
+        for _ in range(UNTRACED_STEPS):
+            torch.cuda._sleep(BODY_CYCLES)
+    loop_us, bodies_us = queued_us(lambda: loop.run(UNTRACED_STEPS), loop.drain), queued_us(bodies.replay)
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
     host_us = []
-    for number in range(STEPS):
+    for number in range(STEPS // steps_per_replay):
         begin = time.perf_counter()
         loop.run()
         host_us.append((time.perf_counter() - begin) * 1e6)
@@ -54,7 +64,29 @@ def run() -> None:
             loop.poll()
     torch.cuda.profiler.stop()
     torch.cuda.synchronize()
-    print(json.dumps({"host_us_per_replay_profiled": round(statistics.median(host_us), 2)}))
+    figures = {
+        "steps_per_replay": steps_per_replay,
+        "host_us_per_replay_profiled": round(statistics.median(host_us), 2),
+        "us_per_step_over_body_untraced": round((loop_us - bodies_us) / UNTRACED_STEPS, 2),
+    }
+    print(json.dumps(figures))
+
+
+def queued_us(launch: Callable[[], None], between: Callable[[], object] = lambda: None) -> float:
+    """GPU time of what `launch` launches, least of three, queued behind other work so that no launch is waited for."""
+    import torch
+
+    times = []
+    for _ in range(3):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda._sleep(HEAD_START_CYCLES)
+        begin.record()
+        launch()
+        end.record()
+        torch.cuda.synchronize()
+        between()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return min(times)
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -98,7 +130,12 @@ def read(path: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "run":
-        run()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("action", choices=("run", "read"))
+    parser.add_argument("export", nargs="?", type=Path)
+    parser.add_argument("--steps-per-replay", type=int, default=1)
+    arguments = parser.parse_args()
+    if arguments.action == "run":
+        run(arguments.steps_per_replay)
     else:
-        print(json.dumps(read(Path(sys.argv[2])), indent=1))
+        print(json.dumps(read(arguments.export), indent=1))

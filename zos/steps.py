@@ -68,12 +68,14 @@ class StepRunner:
     def launch(self, metadata: DecodeMetadata, branch: torch.cuda.Stream | None) -> StepResult:
         """Launch a step; on `branch`, beside its body, the publication of the records of the steps before it."""
         main = torch.cuda.current_stream()
-        if branch is not None:
-            branch.wait_stream(main)
-            with torch.cuda.stream(branch):
-                self._service.publish(self._slot)
+        self._service.launch_prepare(metadata)
         try:
-            self._service.launch_prepare(metadata)
+            if (
+                branch is not None
+            ):  # not before prepare: a graph with a single root begins sooner after the one before it
+                branch.wait_stream(main)
+                with torch.cuda.stream(branch):
+                    self._service.publish(self._slot)
             result = as_result(self._step(metadata))
         finally:  # also when step raises: a capture whose branch does not come back would end with an error of its own
             if branch is not None:
