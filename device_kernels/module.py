@@ -46,11 +46,14 @@ class Kernel:
     layout : str
         Members of the struct in the format of Python's `struct` (native alignment): P pointer, i int, I unsigned, q long
         long, f float. A value that does not fit its declared type is refused, never truncated.
+    shared_bytes : int
+        Dynamic shared memory of a block.
     """
 
-    def __init__(self, stem: str, name: str, layout: str) -> None:
+    def __init__(self, stem: str, name: str, layout: str, shared_bytes: int = 0) -> None:
         self.stem = stem
         self.name = name
+        self.shared_bytes = shared_bytes
         self._layout = struct.Struct(f"@{layout}0P")  # 0P: the tail padding of a C struct that holds pointers
         self._functions: dict[int, Any] = {}
 
@@ -63,6 +66,8 @@ class Kernel:
                     "call MetadataService.warmup() before the capture"
                 )
             function = _module(self.stem).get_function(self.name)
+            if self.shared_bytes:
+                function.max_dynamic_shared_size_bytes = self.shared_bytes
         self._functions[device_index] = function
         return function
 
@@ -82,16 +87,16 @@ class Kernel:
         index = device.index
         # One element of a void type is how CuPy passes a struct by value.
         parameters = np.frombuffer(self._layout.pack(*values), np.dtype((np.void, self._layout.size)))
-        shape, arguments = (blocks, threads), (parameters,)
+        shape, arguments, shared_bytes = (blocks, threads), (parameters,), self.shared_bytes
 
         def launch() -> None:
             function = self._functions.get(index) or self.load(index)
             stream = _cupy_stream(torch.cuda.current_stream(index).cuda_stream, index)
             if torch.cuda.current_device() == index:
-                function(*shape, arguments, stream=stream)
+                function(*shape, arguments, shared_mem=shared_bytes, stream=stream)
             else:
                 with torch.cuda.device(index):
-                    function(*shape, arguments, stream=stream)
+                    function(*shape, arguments, shared_mem=shared_bytes, stream=stream)
 
         return launch
 

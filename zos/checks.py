@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from device_kernels import decode_attention
 from device_kernels.decode_metadata import chunk_count
 from device_kernels.entry import DTYPE_NAMES
 from device_kernels.metadata import MAX_COMPRESSIONS
@@ -55,6 +56,7 @@ _ALIGNMENT = {
     "kv_swa_full_index_pivots": 16,
     "swa_load_plan": 16,
     "load_plan": 16,
+    "q": 16,
     "edits": 16,
     "ready": 8,
     "results": 8,
@@ -321,4 +323,56 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
     if out.shape[-2] < whole_number("B * window", rows * window, 0):
         raise ValueError(
             f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[-2]}"
+        )
+
+
+def check_swa_decode_attention(
+    q: torch.Tensor,
+    swa_cache: torch.Tensor,
+    kv_swa_index: torch.Tensor,
+    swa_len: torch.Tensor,
+    sink: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    softmax_scale: float,
+    tokens_per_step: int,
+) -> None:
+    """Raise ValueError unless the arguments of swa_decode_attention fit each other and, on CUDA, the kernel."""
+    if q.dim() != 3:
+        raise ValueError(f"Invalid shape of q: expected [T, H, D], got {list(q.shape)}")
+    tokens, heads, width = q.shape
+    _expect("q", q, q.dtype, tuple(q.shape), q.device)
+    _expect_cache(swa_cache, q.view(tokens * heads, width), "q")
+    whole_number("T * H", tokens * heads, 0)
+    columns = kv_swa_index.shape[1] if kv_swa_index.dim() == 2 else 0
+    _expect("kv_swa_index", kv_swa_index, INT32, (tokens, columns), q.device)
+    _expect("swa_len", swa_len, INT32, (tokens,), q.device)
+    if sink is not None:
+        _expect("sink", sink, torch.float32, (heads,), q.device)
+    _expect("out", out, q.dtype, tuple(q.shape), q.device)
+    _expect("lse", lse, torch.float32, (tokens, heads), q.device)
+    if not softmax_scale > 0:
+        raise ValueError(f"softmax_scale={softmax_scale} must be above 0")
+    whole_number("tokens_per_step", tokens_per_step, 1)
+    if q.device.type == "cuda":
+        _expect_attention_kernel(q, swa_cache)
+
+
+def _expect_attention_kernel(q: torch.Tensor, swa_cache: torch.Tensor) -> None:
+    """Check what only the kernel asks for."""
+    if q.dtype is not torch.bfloat16:
+        raise ValueError(f"Invalid dtype of q: the kernel takes {torch.bfloat16}, got {q.dtype}")
+    tile, width = decode_attention.HEADS_OF_A_TILE, decode_attention.WIDTH
+    if q.shape[1] % tile or q.shape[2] != width:
+        raise ValueError(
+            f"Invalid shape of q: the kernel takes [T, H, {width}], H a multiple of {tile}, got {list(q.shape)}"
+        )
+    if swa_cache.shape[1] > decode_attention.LARGEST_RING:
+        raise ValueError(
+            f"Invalid shape of swa_cache: the kernel takes rings of at most {decode_attention.LARGEST_RING} slots, "
+            f"got {swa_cache.shape[1]}"
+        )
+    if not decode_attention.fits(q.device):
+        raise ValueError(
+            f"{q.device} has less shared memory a block than the {decode_attention.SHARED_BYTES} B of a ring"
         )

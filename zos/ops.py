@@ -19,6 +19,13 @@ swa_ring_store
 swa_ring_load
     swa_cache, load_plan int32 [B, 3, 4], out float32, float16 or bfloat16 [B * window or more, D], of which the first
     B * window rows are written, window. Several layers in one launch: swa_cache [L, S, R, 1, D + D / 32] and out [L, rows, D].
+swa_decode_attention
+    q [T, H, D], swa_cache uint8 [S, R, 1, D + D / 32], kv_swa_index int32 [T, K] (state * R + slot, all of one state; -1: skip) and
+    swa_len int32 [T] (columns from there on are not read), as prepare writes them; sink float32 [H] or None: a score that takes its
+    share of the softmax and has no value; out [T, H, D] like q; lse float32 [T, H]: log of the sum of exp(score), the sink not
+    counted. A token without keys: zeros and -inf; one whose index is nonsense: NaN. softmax_scale; tokens_per_step: neighbouring
+    tokens that are likely of one state. On CUDA q is bfloat16, D 512, H a multiple of 16, R at most 144; on the CPU q as for
+    swa_ring_store.
 commit
     records, token_ids, tickets, num_kept int32 [B], finished bool [B] or None, next_tokens int64 [B, Q] or None, counters,
     tokens_per_step, max_prefill_tokens. With a ready queue or a mailbox also batch int32 [B or more] (the whole batch) and
@@ -42,6 +49,7 @@ from typing import Any
 import torch
 
 import device_kernels.commit
+import device_kernels.decode_attention
 import device_kernels.decode_metadata
 import device_kernels.mailbox
 import device_kernels.prefill_metadata
@@ -49,6 +57,7 @@ import device_kernels.ring_load
 import device_kernels.ring_store
 import device_kernels.table_edits
 import host_fallback.commit
+import host_fallback.decode_attention
 import host_fallback.decode_metadata
 import host_fallback.mailbox
 import host_fallback.prefill_metadata
@@ -65,6 +74,7 @@ KERNELS = (
     *device_kernels.mailbox.KERNELS,
     *device_kernels.ring_store.KERNELS,
     *device_kernels.ring_load.KERNELS,
+    *device_kernels.decode_attention.KERNELS,
 )
 
 _LIBRARY = torch.library.Library("zos", "DEF")
@@ -191,4 +201,11 @@ _define(
     checks.check_swa_ring_load,
     host_fallback.ring_load.swa_ring_load,
     device_kernels.ring_load.swa_ring_load,
+)
+_define(
+    "swa_decode_attention(Tensor q, Tensor swa_cache, Tensor kv_swa_index, Tensor swa_len, Tensor? sink, Tensor(a!) out, "
+    "Tensor(b!) lse, float softmax_scale, int tokens_per_step) -> ()",
+    checks.check_swa_decode_attention,
+    host_fallback.decode_attention.swa_decode_attention,
+    device_kernels.decode_attention.swa_decode_attention,
 )
