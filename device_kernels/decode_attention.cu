@@ -1,8 +1,8 @@
 // swa_decode_attention: attention of new tokens over their sequence's ring, read as its entries lie there; keys are values (MQA).
 //
-// A block takes `group` neighbouring tokens, as a decode row has them: they share nearly all keys, so the ring is dequantised once,
-// into bf16 in shared memory, in slot order (attention does not ask in which order keys come), and each token masks the slots that
-// its index does not name. A warp then works alone on two tiles of 16 heads: scores, softmax and probabilities stay in registers, as
+// Neighbouring tokens of one state, as a decode row has them, share nearly all keys: a block takes the runs of such tokens that begin
+// among `group` tokens, and dequantises a run's ring once, into bf16 in shared memory, in slot order (attention does not ask in which
+// order keys come); each token masks the slots that its index does not name. A warp then works alone on two tiles of 16 heads: scores, softmax and probabilities stay in registers, as
 // all keys are there at once.
 //
 // Shared memory holds the 32 values of a group of a key permuted (`column_of`), so that what a lane needs of queries, and what it
@@ -14,9 +14,13 @@ using namespace zos;
 constexpr int WIDTH = 512;             // values of an entry
 constexpr int KEYS = 144;              // most slots of a ring
 constexpr int KEY_STRIDE = WIDTH + 8;  // bf16 from one key to the next: 16 bytes more, so that 8 keys lie in 8 bank groups
+constexpr int ROW_BYTES = KEY_STRIDE * sizeof(short);
+constexpr int ENTRY_BEGIN = ROW_BYTES - WIDTH - WIDTH / SCALE_BLOCK;  // in a key's row: where its entry comes to lie, before it is spread
 constexpr int WARPS = 12;
 constexpr int TILE = 16;               // heads of a tile
 constexpr int PAIR = 2;                // tiles of a warp
+constexpr int MATRICES = 3;            // loads of key matrices under way and in use; divides 2 * KEY_TILES
+constexpr int STAGES = 6;              // groups of 32 values whose queries are under way to a warp's stages
 constexpr int KEY_TILES = KEYS / TILE;
 constexpr int MASK_WORDS = (KEYS + WARP - 1) / WARP;
 constexpr int MAX_GROUP = 32;          // tokens of a block
@@ -38,12 +42,14 @@ struct Params {
     int num_tokens, num_heads, columns, ring, group;
 };
 
+// Of the tokens of the group before the block's, of its own and of the one after.
 struct Shared {
-    unsigned visible[MAX_GROUP][MASK_WORDS];  // of each token: a bit a slot
-    int states[MAX_GROUP];
+    unsigned visible[3 * MAX_GROUP][MASK_WORDS];  // a bit a slot
+    int states[3 * MAX_GROUP];
+    unsigned wanted[MASK_WORDS];  // slots that a token of the run sees
 };
 
-// ---- tensor core instructions ---------------------------------------------------------------------------------------------
+// ---- instructions ---------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_matrices(unsigned (&b)[4], unsigned address) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -62,6 +68,27 @@ __device__ __forceinline__ void multiply_add(float (&c)[4], const unsigned (&a)[
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// One instruction; a result below 2^-126 is 0.
+__device__ __forceinline__ float power_of_two(float x) {
+    asm("ex2.approx.ftz.f32 %0, %0;" : "+f"(x));
+    return x;
+}
+
+// ---- queries on their way -------------------------------------------------------------------------------------------------
+
+// A lane copies what it will read itself, so no other lane is waited for.
+__device__ __forceinline__ void copy_async(unsigned to, const uint4* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" : : "r"(to), "l"(from) : "memory");
+}
+__device__ __forceinline__ void end_copies() { asm volatile("cp.async.commit_group;" : : : "memory"); }
+__device__ __forceinline__ uint4 read_shared(unsigned address) {
+    uint4 x;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
+    return x;
+}
+template <int LEFT>
+__device__ __forceinline__ void wait_for_copies() { asm volatile("cp.async.wait_group %0;" : : "n"(LEFT) : "memory"); }
+
 // ---- a group's keys -------------------------------------------------------------------------------------------------------
 
 // Which slots of which ring a token sees; a warp.
@@ -72,6 +99,7 @@ __device__ __forceinline__ void read_index(const Params& p, int token, unsigned 
     int its_state = NO_KEYS;
     bool foreign = false;
     unsigned words[MASK_WORDS] = {};
+#pragma unroll 4
     for (int first = 0; first < length; first += WARP) {
         const int k = first + lane;
         const int key = k < length ? index[k] : -1;
@@ -95,72 +123,114 @@ __device__ __forceinline__ void read_index(const Params& p, int token, unsigned 
 // Where value `dim` of a key stands in shared memory: lane c of four has the values 8c … 8c + 7 of each 32, as pairs j = 0 … 3.
 __device__ __forceinline__ constexpr int column_of(int group, int j, int c) { return group * SCALE_BLOCK + 8 * j + 2 * c; }
 
-// Dequantises the slots that `wanted` names, zeros elsewhere; the whole block. Four lanes a key, eight keys a warp.
-__device__ __forceinline__ void load_keys(const Params& p, unsigned short* keys, int state, const unsigned (&wanted)[MASK_WORDS]) {
-    constexpr int IN_FLIGHT = 8;
-    const int lane = threadIdx.x % WARP, c = lane % 4;
-    for (int slot = threadIdx.x / 4; slot < KEYS; slot += WARPS * WARP / 4) {
-        unsigned word = 0;
-#pragma unroll
-        for (int w = 0; w < MASK_WORDS; ++w) word = slot / WARP == w ? wanted[w] : word;
-        const bool there = slot < p.ring && word >> slot % WARP & 1u;
-        const unsigned char* entry = entry_at(p.cache, 0, state, slot);
-        unsigned short* key = keys + slot * KEY_STRIDE;
-#pragma unroll
-        for (int begin = 0; begin < SCALES; begin += IN_FLIGHT) {
-            uint2 packed[IN_FLIGHT];
-            int scale[IN_FLIGHT];
-#pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
-                packed[i] = {};
-                scale[i] = 0;
-                if (!there) continue;
-                packed[i] = load_elements(entry + (begin + i) * SCALE_BLOCK + c * LANE_VALUES, p.cache.vector);
-                scale[i] = entry[WIDTH + begin + i];
+__device__ __forceinline__ bool is_wanted(const Shared& shared, int slot) { return shared.wanted[slot / WARP] >> slot % WARP & 1u; }
+
+// Brings the entries of the wanted slots to the ends of their keys' rows in shared memory; the whole block, a warp an entry.
+__device__ __forceinline__ void fetch_entries(const Params& p, unsigned char* keys, const Shared& shared, int state) {
+    constexpr int CHUNK = sizeof(uint4), CHUNKS = (WIDTH + SCALES) / CHUNK;
+    const unsigned char* ring = entry_at(p.cache, 0, state, 0);
+    for (int slot = threadIdx.x / WARP; slot < p.ring; slot += WARPS) {
+        if (!is_wanted(shared, slot)) continue;
+        for (int chunk = threadIdx.x % WARP; chunk < CHUNKS; chunk += WARP) {
+            const unsigned char* from = ring + slot * p.cache.slot_stride + chunk * CHUNK;
+            unsigned char* to = keys + slot * ROW_BYTES + ENTRY_BEGIN + chunk * CHUNK;
+            if (p.cache.vector) {
+                copy_async(static_cast<unsigned>(__cvta_generic_to_shared(to)), reinterpret_cast<const uint4*>(from));
+            } else {
+                for (int k = 0; k < CHUNK; ++k) to[k] = from[k];
             }
-#pragma unroll
-            for (int i = 0; i < IN_FLIGHT; ++i) {
-                float x[LANE_VALUES];
-                dequantise(x, packed[i], scale[i]);
-#pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    *reinterpret_cast<unsigned*>(key + column_of(begin + i, j, c)) = half_pair<BFLOAT16>(x[2 * j], x[2 * j + 1]);
+        }
+    }
+    end_copies();
+}
+
+// Dequantises the entries where they lie, zeros for slots that nobody sees; the whole block, four lanes a key. A group's 64 bytes
+// overwrite entries' bytes of groups that have been read: 16 bytes of scales stay behind the last.
+__device__ __forceinline__ void spread_entries(const Params& p, unsigned char* keys, const Shared& shared) {
+    const int c = threadIdx.x % 4;
+    for (int slot = threadIdx.x / 4; slot < KEYS; slot += WARPS * WARP / 4) {  // whole warps: KEYS is a multiple of 8
+        const bool there = slot < p.ring && is_wanted(shared, slot);
+        unsigned char* row = keys + slot * ROW_BYTES;
+        const unsigned char* entry = row + ENTRY_BEGIN;
+#pragma unroll 4
+        for (int group = 0; group < SCALES; ++group) {
+            uint2 packed = {};
+            int scale = 0;
+            if (there) {
+                packed = *reinterpret_cast<const uint2*>(entry + group * SCALE_BLOCK + c * LANE_VALUES);
+                scale = entry[WIDTH + group];
             }
+            float x[LANE_VALUES];
+            dequantise(x, packed, scale);
+            __syncwarp();  // the key's other lanes have read
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+                reinterpret_cast<unsigned*>(row)[column_of(group, j, c) / 2] = half_pair<BFLOAT16>(x[2 * j], x[2 * j + 1]);
         }
     }
 }
 
 // ---- a warp's tiles -------------------------------------------------------------------------------------------------------
 
+// Two tiles of 16 rows; a row is a token's head: token * num_heads + head. Stage n of a warp's queries is group n % SCALES of tile
+// n / SCALES, 1 KB.
+struct Pair {
+    int first, second;  // the first row of each tile
+    unsigned stages;    // where this lane's queries of the first stage come to lie
+};
+
+constexpr unsigned STAGE_BYTES = 2 * WARP * sizeof(uint4);
+
+__device__ __forceinline__ void start_queries(const Params& p, const Pair& pair, int stage) {
+    if (stage < PAIR * SCALES) {
+        const int lane = threadIdx.x % WARP, row = (stage < SCALES ? pair.first : pair.second) + lane / 4;
+        const uint4* q = p.q + static_cast<long long>(row) * (WIDTH / LANE_VALUES) + stage % SCALES * 4 + lane % 4;
+        const unsigned to = pair.stages + stage % STAGES * STAGE_BYTES;
+        copy_async(to, q);
+        copy_async(to + WARP * sizeof(uint4), q + 8 * (WIDTH / LANE_VALUES));
+    }
+    end_copies();  // also of nothing: the number of groups under way is counted on
+}
+
+__device__ __forceinline__ void start_pair(const Params& p, Pair& pair, int end_row) {
+    pair.second = smaller(pair.first + TILE, end_row - TILE);  // a last one alone is done twice
+#pragma unroll
+    for (int stage = 0; stage < STAGES - 1; ++stage) start_queries(p, pair, stage);
+}
+
 // Softmax numerators of a tile over all slots, as the left operand of the next product, and what to divide by, of the tile's rows
-// lane / 4 and lane / 4 + 8. A row is a token's head: token * num_heads + head.
+// lane / 4 and lane / 4 + 8.
 __device__ __forceinline__ void score_tile(
-    const Params& p, unsigned keys, int first_row, const unsigned* visible, unsigned (&weights)[KEY_TILES][4], float (&inverse)[2]
+    const Params& p, unsigned keys, Pair& pair, int i, int first_row, const unsigned* visible, unsigned (&weights)[KEY_TILES][4], float (&inverse)[2]
 ) {
     const int lane = threadIdx.x % WARP, c = lane % 4;
-    const uint4* q = p.q + static_cast<long long>(first_row + lane / 4) * (WIDTH / LANE_VALUES) + c;
-    constexpr int ROW_8 = 8 * (WIDTH / LANE_VALUES);
     // rows of the matrices: keys 0 … 7 and 8 … 15, columns 0 … 7 and 8 … 15 of each
     const unsigned matrix = keys + ((lane / 16 * 8 + lane % 8) * KEY_STRIDE + lane / 8 % 2 * 8) * sizeof(short);
-
+    // An instruction's matrices are under way while the products of those before it run.
+    constexpr int LOADS = 2 * KEY_TILES;  // of a group: two steps of 16 values
+    const auto address = [&](int group, int load) {
+        return matrix + (load % KEY_TILES * TILE * KEY_STRIDE + group * SCALE_BLOCK + load / KEY_TILES * TILE) * sizeof(short);
+    };
     float scores[2 * KEY_TILES][4] = {};
-    uint4 low = q[0], high = q[ROW_8];
+    unsigned b[MATRICES][4];
+#pragma unroll
+    for (int load = 0; load < MATRICES - 1; ++load) load_matrices(b[load], address(0, load));
 #pragma unroll 1
     for (int group = 0; group < SCALES; ++group) {
+        wait_for_copies<STAGES - 2>();
+        const int stage = i * SCALES + group;
+        const unsigned queries = pair.stages + stage % STAGES * STAGE_BYTES;
+        const uint4 low = read_shared(queries), high = read_shared(queries + WARP * sizeof(uint4));
         const unsigned a[2][4] = {{low.x, high.x, low.y, high.y}, {low.z, high.z, low.w, high.w}};
-        if (group + 1 < SCALES) {
-            low = q[(group + 1) * 4];
-            high = q[(group + 1) * 4 + ROW_8];
-        }
+        start_queries(p, pair, stage + STAGES - 1);  // in place of the stage before, which has been used
+        const int next = smaller(group + 1, SCALES - 1);
 #pragma unroll
-        for (int step = 0; step < 2; ++step) {
-#pragma unroll
-            for (int tile_of_keys = 0; tile_of_keys < KEY_TILES; ++tile_of_keys) {
-                unsigned b[4];
-                load_matrices(b, matrix + (tile_of_keys * TILE * KEY_STRIDE + group * SCALE_BLOCK + step * TILE) * sizeof(short));
-                multiply_add(scores[2 * tile_of_keys], a[step], b[0], b[1]);
-                multiply_add(scores[2 * tile_of_keys + 1], a[step], b[2], b[3]);
-            }
+        for (int load = 0; load < LOADS; ++load) {
+            const int later = load + MATRICES - 1;
+            load_matrices(b[later % MATRICES], later < LOADS ? address(group, later) : address(next, later - LOADS));
+            const int tile = load % KEY_TILES, step = load / KEY_TILES, now = load % MATRICES;
+            multiply_add(scores[2 * tile], a[step], b[now][0], b[now][1]);
+            multiply_add(scores[2 * tile + 1], a[step], b[now][2], b[now][3]);
         }
     }
 
@@ -175,8 +245,10 @@ __device__ __forceinline__ void score_tile(
 #pragma unroll
         for (int eight = 0; eight < 2 * KEY_TILES; ++eight) {
 #pragma unroll
-            for (int e = 2 * half; e < 2 * half + 2; ++e)
-                if (sees(eight, e)) largest = fmaxf(largest, scores[eight][e]);
+            for (int e = 2 * half; e < 2 * half + 2; ++e) {
+                if (!sees(eight, e)) scores[eight][e] = float_of(NEGATIVE_INFINITY);
+                largest = fmaxf(largest, scores[eight][e]);
+            }
         }
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 1));
         largest = fmaxf(largest, __shfl_xor_sync(ALL_LANES, largest, 2)) * scale;
@@ -184,7 +256,7 @@ __device__ __forceinline__ void score_tile(
         for (int eight = 0; eight < 2 * KEY_TILES; ++eight) {
 #pragma unroll
             for (int e = 2 * half; e < 2 * half + 2; ++e) {
-                scores[eight][e] = sees(eight, e) ? exp2f(fmaf(scores[eight][e], scale, -largest)) : 0.0f;
+                scores[eight][e] = power_of_two(fmaf(scores[eight][e], scale, -largest));
                 sum += scores[eight][e];
             }
             weights[eight / 2][eight % 2 * 2 + half] = half_pair<BFLOAT16>(scores[eight][2 * half], scores[eight][2 * half + 1]);
@@ -193,38 +265,41 @@ __device__ __forceinline__ void score_tile(
         sum += __shfl_xor_sync(ALL_LANES, sum, 2);
         const int row = first_row + lane / 4 + 8 * half;
         if (c == 0) p.lse[row] = (largest + log2f(sum)) * LN_2;
-        if (p.sink) sum += exp2f(p.sink[row % p.num_heads] * LOG2_E - largest);
+        if (p.sink) sum += power_of_two(p.sink[row % p.num_heads] * LOG2_E - largest);
         inverse[half] = 1.0f / sum;
     }
 }
 
-__device__ __forceinline__ void attend(const Params& p, unsigned keys, const Shared& shared, int first_token, int run, int end, int pair) {
-    const int lane = threadIdx.x % WARP, head_tiles = p.num_heads / TILE;
-    int rows[PAIR];  // the first of each tile
+__device__ __forceinline__ void attend(const Params& p, unsigned keys, const Shared& shared, Pair& pair, int first_token) {
+    const int lane = threadIdx.x % WARP;
     unsigned weights[PAIR][KEY_TILES][4];
     float inverse[PAIR][2];
 #pragma unroll
     for (int i = 0; i < PAIR; ++i) {
-        // Where tiles are odd in number, the last pair does the last one twice.
-        const int tile = smaller(PAIR * pair + i, (end - run) * head_tiles - 1), token = run + tile / head_tiles;
-        rows[i] = (first_token + token) * p.num_heads + tile % head_tiles * TILE;
-        score_tile(p, keys, rows[i], shared.visible[token], weights[i], inverse[i]);
+        const int row = i == 0 ? pair.first : pair.second;
+        score_tile(p, keys, pair, i, row, shared.visible[row / p.num_heads - first_token], weights[i], inverse[i]);
     }
     const unsigned matrix = keys + (lane % 16 * KEY_STRIDE + lane / 16 * 8) * sizeof(short);
+    constexpr int LOADS = 2 * KEY_TILES;  // of a group: two times 16 values of every tile of keys
+    const auto address = [&](int group, int load) {
+        return matrix + (load / 2 * TILE * KEY_STRIDE + group * SCALE_BLOCK + load % 2 * TILE) * sizeof(short);
+    };
+    unsigned b[MATRICES][4];
+#pragma unroll
+    for (int load = 0; load < MATRICES - 1; ++load) load_transposed(b[load], address(0, load));
 #pragma unroll 1
     for (int group = 0; group < SCALES; ++group) {
         float sums[PAIR][4][4] = {};
+        const int next = smaller(group + 1, SCALES - 1);
 #pragma unroll
-        for (int tile_of_keys = 0; tile_of_keys < KEY_TILES; ++tile_of_keys) {
-            unsigned b[2][4];
-#pragma unroll
-            for (int half = 0; half < 2; ++half)
-                load_transposed(b[half], matrix + (tile_of_keys * TILE * KEY_STRIDE + group * SCALE_BLOCK + half * TILE) * sizeof(short));
+        for (int load = 0; load < LOADS; ++load) {
+            const int later = load + MATRICES - 1, now = load % MATRICES;
+            load_transposed(b[later % MATRICES], later < LOADS ? address(group, later) : address(next, later - LOADS));
 #pragma unroll
             for (int i = 0; i < PAIR; ++i) {
 #pragma unroll
-                for (int j = 0; j < 4; ++j)
-                    multiply_add(sums[i][j], weights[i][tile_of_keys], b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]);
+                for (int j = 0; j < 2; ++j)
+                    multiply_add(sums[i][load % 2 * 2 + j], weights[i][load / 2], b[now][2 * j], b[now][2 * j + 1]);
             }
         }
 #pragma unroll
@@ -236,11 +311,21 @@ __device__ __forceinline__ void attend(const Params& p, unsigned keys, const Sha
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
                     words[j] = half_pair<BFLOAT16>(sums[i][j][2 * half] * by, sums[i][j][2 * half + 1] * by);
-                const long long row = rows[i] + lane / 4 + 8 * half;
+                const long long row = (i == 0 ? pair.first : pair.second) + lane / 4 + 8 * half;
                 p.out[row * (WIDTH / LANE_VALUES) + group * 4 + lane % 4] = {words[0], words[1], words[2], words[3]};
             }
         }
     }
+}
+
+// Whether a run begins at the block's i-th known token. A longer run of one state is cut where whole groups of it lie behind.
+__device__ __forceinline__ bool begins_run(const Shared& shared, int i, int group) {
+    const int state = shared.states[i];
+    if (state < 0 || state != shared.states[i - 1]) return true;
+    if (i % group != 0) return false;
+    bool one_state = true;
+    for (int k = i - group; k < i; ++k) one_state &= shared.states[k] == state;
+    return one_state;
 }
 
 // Tokens without keys: zeros; tokens whose index is nonsense: NaN, which nobody takes for a result.
@@ -255,29 +340,48 @@ __device__ __forceinline__ void fill(const Params& p, int token, bool foreign) {
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) swa_decode_attention(const __grid_constant__ Params p) {
     extern __shared__ uint4 dynamic[];
     __shared__ Shared shared;
-    auto* keys = reinterpret_cast<unsigned short*>(dynamic);  // bf16 [KEYS, KEY_STRIDE]
+    auto* keys = reinterpret_cast<unsigned char*>(dynamic);  // bf16 [KEYS, KEY_STRIDE]; then the stages of each warp
     const unsigned keys_address = static_cast<unsigned>(__cvta_generic_to_shared(keys));
-    const int warp = threadIdx.x / WARP, first = blockIdx.x * p.group, count = smaller(p.group, p.num_tokens - first);
-    for (int token = warp; token < count; token += WARPS)
-        read_index(p, first + token, shared.visible[token], &shared.states[token]);
+    const int warp = threadIdx.x / WARP, before = (static_cast<int>(blockIdx.x) - 1) * p.group;  // the first token known
+    Pair pair;
+    pair.stages = keys_address + KEYS * ROW_BYTES + warp * STAGES * STAGE_BYTES + threadIdx.x % WARP * sizeof(uint4);
+    for (int i = warp; i < 3 * p.group; i += WARPS) {
+        if (before + i >= 0 && before + i < p.num_tokens)
+            read_index(p, before + i, shared.visible[i], &shared.states[i]);
+        else if (threadIdx.x % WARP == 0)
+            shared.states[i] = NO_KEYS;
+    }
     __syncthreads();
 
-    for (int run = 0, end; run < count; run = end) {  // neighbouring tokens of one state
+    const int own_end = smaller(2 * p.group, p.num_tokens - before);
+    for (int run = p.group, end; run < own_end; run = end) {
+        end = run + 1;
+        if (!begins_run(shared, run, p.group)) continue;
         const int state = shared.states[run];
-        unsigned wanted[MASK_WORDS] = {};
-        for (end = run; end < count && shared.states[end] == state; ++end) {
-#pragma unroll
-            for (int w = 0; w < MASK_WORDS; ++w) wanted[w] |= shared.visible[end][w];
-        }
         if (state < 0) {
-            for (int token = run; token < end && blockIdx.y == 0; ++token) fill(p, first + token, state == FOREIGN);
+            if (blockIdx.y == 0) fill(p, before + run, state == FOREIGN);
             continue;
         }
+        while (end < 3 * p.group && !begins_run(shared, end, p.group)) ++end;
+        const int end_row = (before + end) * p.num_heads;
+        pair.first = (before + run) * p.num_heads + (blockIdx.y * WARPS + warp) * PAIR * TILE;
+        if (pair.first < end_row) start_pair(p, pair, end_row);
         __syncthreads();  // nobody reads the keys of the run before any more
-        load_keys(p, keys, state, wanted);
+        if (threadIdx.x < MASK_WORDS) {
+            unsigned word = 0;
+            for (int i = run; i < end; ++i) word |= shared.visible[i][threadIdx.x];
+            shared.wanted[threadIdx.x] = word;
+        }
         __syncthreads();
-        const int pairs = ((end - run) * (p.num_heads / TILE) + PAIR - 1) / PAIR;
-        for (int pair = blockIdx.y * WARPS + warp; pair < pairs; pair += gridDim.y * WARPS)
-            attend(p, keys_address, shared, first, run, end, pair);
+        fetch_entries(p, keys, shared, state);
+        wait_for_copies<0>();
+        __syncthreads();
+        spread_entries(p, keys, shared);
+        __syncthreads();
+        while (pair.first < end_row) {
+            attend(p, keys_address, shared, pair, before);
+            pair.first += gridDim.y * WARPS * PAIR * TILE;
+            if (pair.first < end_row) start_pair(p, pair, end_row);
+        }
     }
 }

@@ -110,16 +110,16 @@ def test_over_a_steps_index(device: str, token_layout: str, window: int, drafts:
         assert_attention(q, cache, metadata.kv_swa_index, metadata.swa_len, sink, svc.geometry.tokens_per_step)
 
 
-@pytest.mark.parametrize("heads", [16, 48, 128])
-@pytest.mark.parametrize("group", [1, 5, 6, 40])
+@pytest.mark.parametrize(("heads", "group"), [(16, 6), (48, 1), (128, 5), (16, 40)])
 def test_over_any_index(device: str, heads: int, group: int, seed: int) -> None:
     """Slots in any order, with holes, groups that mix states, entries at any address: what the operator promises."""
     rng, draws = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
-    tokens, columns, ring, states = 23, 150, 141, 3
+    tokens, columns, ring, states = 67, 150, 141, 3
+    of_token = np.repeat(rng.integers(0, states, tokens), rng.integers(1, 3 * group + 1, tokens))[:tokens]  # runs of one state
     index = np.full((tokens, columns), -1, np.int32)
     for token in range(tokens):
-        slots = rng.permutation(ring)[: rng.integers(0, 130)]
-        index[token, np.sort(rng.permutation(columns)[: len(slots)])] = rng.integers(0, states) * ring + slots
+        slots = rng.permutation(ring)[: rng.integers(0, 130) if rng.random() < 0.9 else 0]
+        index[token, np.sort(rng.permutation(columns)[: len(slots)])] = of_token[token] * ring + slots
     lengths = rng.integers(0, columns + 1, tokens).astype(np.int32)
     index_on, lengths_on = torch.from_numpy(index).to(device), torch.from_numpy(lengths).to(device)
     within = torch.where(torch.arange(columns, device=device) < lengths_on[:, None], index_on, -1)
