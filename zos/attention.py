@@ -1,4 +1,4 @@
-"""Attention over sliding windows in torch: decode reads the rings' MXFP8 entries, prefill loaded history and the step's own vectors.
+"""Attention over sliding windows in torch: decode reads MXFP8 rings, prefill loaded history and its own vectors.
 
 Every entry is key and value of all heads (MQA). Sums are made in float32, in float64 for float64 queries. Nothing here waits for
 the host, shapes are fixed, so all of it may be captured; it is the reference that faster kernels are held against.
@@ -26,7 +26,8 @@ def dequantise(entries: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     scale_bytes = entries[..., MXFP8.fp8_values :]
     # Made in double: 2^-127, which byte 0 stands for, is subnormal in float32.
     scales = torch.exp2(scale_bytes.double() - E8M0_BIAS).to(dtype).masked_fill(scale_bytes == E8M0_NAN, torch.nan)
-    return (elements.unflatten(-1, (MXFP8.scales, MXFP8.scale_block)) * scales[..., None]).flatten(-2)
+    values: torch.Tensor = (elements.unflatten(-1, (MXFP8.scales, MXFP8.scale_block)) * scales[..., None]).flatten(-2)
+    return values
 
 
 def attend(
@@ -50,8 +51,8 @@ def attend(
     Returns
     -------
     out, lse : torch.Tensor
-        [..., n, D] in the type of the sums, and [..., n], the log of the weights' sum without the sink; zeros and -inf where a query
-        sees nothing.
+        [..., n, D] in the type of the sums, and [..., n], the log of the weights' sum without the sink; zeros and -inf where a
+        query sees nothing.
     """
     dtype = accumulation_dtype(q.dtype)
     keys = keys.to(dtype)
@@ -98,8 +99,11 @@ def swa_decode_attention(
     column = torch.arange(kv_swa_index.shape[1], device=q.device)
     seen = (kv_swa_index >= 0) & (column < swa_len[:, None])
     index = kv_swa_index.masked_fill(~seen, 0).long()
-    keys = dequantise(ring[index // slots, index % slots, 0], accumulation_dtype(q.dtype))
-    keys = keys.masked_fill(~seen[..., None], 0)  # the entry read in place of none may hold NaN
+    if ring.shape[0] * slots < index.numel():  # neighbouring queries see mostly the same: dequantise what they share once
+        keys = dequantise(ring.flatten(0, 2), accumulation_dtype(q.dtype))[index]
+    else:
+        keys = dequantise(ring[index // slots, index % slots, 0], accumulation_dtype(q.dtype))
+    keys = keys.masked_fill_(~seen[..., None], 0)  # the entry read in place of none may hold NaN
     out, lse = attend(q, keys, seen[:, None], softmax_scale, sink)
     return out.to(q.dtype), lse
 
@@ -140,7 +144,7 @@ def swa_prefill_attention(
     parts = []
     for begin in range(0, len(q), PREFILL_BLOCK):
         block = slice(begin, begin + PREFILL_BLOCK)
-        keys = buffer[index[block]].masked_fill(~seen[block, :, None], 0)
+        keys = buffer[index[block]].masked_fill_(~seen[block, :, None], 0)
         parts.append(attend(q[block], keys, seen[block, None], softmax_scale, sink))
     out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
     return out.to(q.dtype), lse

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import groupby
 
 import torch
@@ -58,7 +58,7 @@ class V4Config:
     compress_rope_theta: float = 160_000.0
     attention_sink: bool = True
     dtype: torch.dtype = torch.bfloat16
-    geometry: RingGeometry = RingGeometry()
+    geometry: RingGeometry = field(default_factory=RingGeometry)
     draft_layers: int = 1
     eps: float = 1e-6
 

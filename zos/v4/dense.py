@@ -75,7 +75,8 @@ def mxfp8_round_trip(x: torch.Tensor) -> torch.Tensor:
     mantissa, exponent = torch.frexp(blocks.abs().amax(-1, keepdim=True))  # the largest is mantissa * 2^exponent
     exponent = exponent - LARGEST_EXPONENT + (mantissa > LARGEST_MANTISSA)
     scale = torch.exp2(exponent.clamp(min=SMALLEST_EXPONENT).double())
-    return ((blocks / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2).float()
+    values: torch.Tensor = ((blocks / scale).float().to(torch.float8_e4m3fn).double() * scale).flatten(-2).float()
+    return values
 
 
 def _attention(
@@ -136,7 +137,7 @@ def _norm(x: torch.Tensor, layer: RMSNorm) -> torch.Tensor:
 def _rotated(
     x: torch.Tensor, positions: torch.Tensor, theta: float, dims: int, sign: int, sums: torch.dtype
 ) -> torch.Tensor:
-    """x [n, …, D], its last dims turned as complex numbers by sign * position * theta^(-2i / dims)."""
+    """Turn the last dims of x [n, …, D] as complex numbers by sign * position * theta^(-2i / dims)."""
     frequency = theta ** (-torch.arange(0, dims, 2, dtype=torch.float64, device=x.device) / dims)
     turn = torch.polar(torch.ones_like(frequency), frequency * positions[..., None].double() * sign)
     first, second = x[..., -dims:].to(sums).chunk(2, -1)

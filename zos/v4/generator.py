@@ -76,7 +76,10 @@ class Generator:
         self.state = V4State(config, max_batch, max_length, self.service.device)
         drafter = None if make_drafter is None else make_drafter(self.service, self.state)
         self.loop = DecodeLoop(
-            self.service, SpeculativeStep(model, self.state, self.service, drafter), buckets=[max_batch], kept_tokens=True
+            self.service,
+            SpeculativeStep(model, self.state, self.service, drafter),
+            buckets=[max_batch],
+            kept_tokens=True,
         )
         self.steps = self.rows_served = self.tokens_kept = 0
         self._waiting: deque[Generation] = deque()
@@ -97,11 +100,11 @@ class Generator:
         return len(self._waiting) + len(self._running)
 
     def run_step(self) -> None:
-        """Prefill what waits for a free row, run one replay of the decode loop, and take what has come of earlier ones."""
+        """Prefill what waits for a free row, take what has come of earlier steps, and run one replay of the decode loop."""
         if self._waiting and self._free:
             self._fill_rows()
+        self._take_records()
         self.loop.run()
-        self._take(self.loop.poll())
 
     def run(self) -> None:
         """Finish everything; raises zos.DeviceStateError for a state that went wrong."""
@@ -120,7 +123,11 @@ class Generator:
             length = len(generation.prompt)
             # The first decode step has the bonus token alone; each step's drafter sets the next one's length.
             self.service.admit(
-                generation.state_id, prompt_end=length, chunk_q=self.chunk, decode_q=1, stop_at=length + generation.tokens
+                generation.state_id,
+                prompt_end=length,
+                chunk_q=self.chunk,
+                decode_q=1,
+                stop_at=length + generation.tokens,
             )
         for begin in range(0, len(new), self.prefill_rows):
             self._prefill(new[begin : begin + self.prefill_rows])
@@ -131,6 +138,7 @@ class Generator:
         done = 0
         while rows := [row for row in rows if len(row.prompt) > done]:
             self.service.set_prefill_batch([row.state_id for row in rows], batch=len(rows))
+            self._take_records()
             self.prefill_step()
             done += self.chunk
 
@@ -143,6 +151,12 @@ class Generator:
         next_tokens = bonus.new_zeros(metadata.batch, self.model.config.geometry.tokens_per_step)
         next_tokens[:, 0] = bonus
         self.service.commit(metadata, metadata.seqlens_q, None, next_tokens)
+
+    def _take_records(self) -> None:
+        """Take what has come, and wait only where the mailbox has no room for a step more."""
+        self._take(self.loop.poll())
+        if self.loop.room < 1:
+            self._take(self.loop.wait(self.loop.last_step_read + 1))
 
     def _take(self, records: list[StepRecord]) -> None:
         for record in records:

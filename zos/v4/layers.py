@@ -38,6 +38,7 @@ class Rotary(nn.Module):
         super().__init__()
         self.dims, self.sums = config.rope_dims, config.state_dtype
         exponent = torch.arange(0, self.dims, 2, dtype=torch.float64) / self.dims
+        self.frequency: torch.Tensor
         self.register_buffer("frequency", theta**-exponent, persistent=False)
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, inverse: bool = False) -> torch.Tensor:
@@ -69,7 +70,7 @@ class Compressor(nn.Module):
         return kept
 
     def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Entries [n, 512] of tokens [n, ratio, 2 * 512], oldest first, whose last has position int64 [n]; rotated by the first's."""
+        """Entries [n, 512] of tokens [n, ratio, 2 * 512], oldest first, the last at int64 [n]; rotated by the first's position."""
         latent, gate = tokens.chunk(2, -1)
         pooled = (torch.softmax(gate, 1) * latent).sum(1)
         entries: torch.Tensor = self.rotary(self.norm(pooled), positions - (self.ratio - 1))
@@ -99,7 +100,7 @@ class Attention(nn.Module):
         return self.rotary(q, positions), self.rotary(self.kv_norm(kv_swa), positions)
 
     def output(self, out: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """[T, dim] of attention's out [T, H, 512]: its rotated dimensions are turned back, since values carry their keys' rotation."""
+        """[T, dim] of attention's out [T, H, 512], turned back: values carry their keys' rotation."""
         projected: torch.Tensor = self.o_proj(self.rotary(out, positions, inverse=True).flatten(1))
         return projected
 

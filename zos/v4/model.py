@@ -44,9 +44,6 @@ class V4Model(nn.Module):
             self.norm = RMSNorm(config.dim, config)
             self.head = linear(config.dim, config.vocabulary, config)
         randomise(self, torch.Generator(device).manual_seed(seed))
-        self.embedding.weight.mul_(EMBEDDING_SCALE)
-        for layer in self.layers:
-            layer.attention.q_b_proj.weight.mul_(QUERY_GAIN)
 
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         """Final hidden states [T, dim] of a step's tokens int64 [T]; writes rings and compressed entries. May be captured."""
@@ -63,16 +60,17 @@ class V4Model(nn.Module):
 
 
 def randomise(module: nn.Module, generator: torch.Generator) -> None:
-    """Draw all weights: projections keep the variance of what they get."""
-    embeddings = {id(part.weight) for part in module.modules() if isinstance(part, nn.Embedding)}
-    norms = {id(part.weight) for part in module.modules() if isinstance(part, RMSNorm)}
-    for parameter in module.parameters():
+    """Draw all weights; projections keep the variance of what they get, but for queries."""
+    for name, parameter in module.named_parameters():
         parameter.requires_grad_(False)
         parameter.normal_(generator=generator)
-        if id(parameter) in norms:
+        owner = name.split(".")[-2:][0]
+        if owner.endswith("norm"):
             parameter.mul_(NORM_SPREAD).add_(1)
-        elif parameter.dim() == 2 and id(parameter) not in embeddings:
-            parameter.mul_(parameter.shape[1] ** -0.5)
+        elif owner == "embedding":
+            parameter.mul_(EMBEDDING_SCALE)
+        elif parameter.dim() == 2:
+            parameter.mul_((QUERY_GAIN if owner == "q_b_proj" else 1) * parameter.shape[1] ** -0.5)
 
 
 def input_ids(metadata: StepMetadata, state: V4State, prompt_end: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,9 @@ class Verified(NamedTuple):
     """What a step's verification found; row by row, on the device."""
 
     metadata: DecodeMetadata
-    num_kept: torch.Tensor  # int32 [B]: tokens kept, the bonus token of the step before included; 0 for a row without tokens
+    num_kept: (
+        torch.Tensor
+    )  # int32 [B]: tokens kept, the bonus token of the step before included; 0 for a row without tokens
     bonus: torch.Tensor  # int64 [B]: the target's token after those kept: first of the next step
     hidden: torch.Tensor  # [B, Q, dim]: the target's final hidden states of the step's tokens
 

@@ -133,7 +133,7 @@ class PrefillStep(Step):
         return swa_prefill_attention(q, history, cast_back, md.kv_swa_full_index_pivots, window, scale, sink)
 
     def attend_compressed(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
-        """As Step.attend_compressed, row after row of the batch, each over all tokens: where a row's stand is the device's matter."""
+        """As Step.attend_compressed, row after row, each over all tokens: where a row's stand only the device knows."""
         md, visible = self.metadata, self._visible(layer)
         row_state = torch.where(md.state_ids >= 0, md.state_ids, self.state.scratch).long()
         out, lse = torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=self.config.state_dtype)
@@ -152,7 +152,7 @@ class PrefillStep(Step):
 def attend_entries(
     q: torch.Tensor, entries: torch.Tensor, visible: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of q [..., n, H, D] over the first `visible` (int64 [..., n]) of entries [..., E, D]: out like q, lse [..., n, H]."""
+    """Attention of q [..., n, H, D] over the first `visible` (int64 [..., n]) of entries [..., E, D]: out, lse [..., n, H]."""
     heads, number = q.shape[-2], torch.arange(entries.shape[-2], device=q.device)
     unseen = number >= visible.amax(-1, keepdim=True)
     entries = entries.masked_fill(unseen[..., None], 0)  # what an earlier sequence left may be NaN
