@@ -6,6 +6,7 @@ ZOS_V4_FULL=1 runs the full size: 64 prompts of 1 … 2,000 tokens with 512 gene
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ from zos.v4.generator import Generator
 FULL = bool(os.environ.get("ZOS_V4_FULL"))
 PROMPTS, LONGEST, TOKENS, BATCH, CHUNK = (64, 2000, 512, 64, 256) if FULL else (5, 300, 24, 4, 90)
 SAME_IN_FLOAT64 = {"rtol": 1e-9, "atol": 1e-9}  # of logits around 1: sums in another order, no other byte
-BF16_ERROR = 2e-2  # of the logits' norm
+BF16_ERROR = 2e-2  # relative, of all logits in their norm; of one in the largest of its token
 
 
 def test_generates_what_dense_greedy_does(device: str, seed: int) -> None:
@@ -114,21 +115,18 @@ def test_every_logit(device: str, chunk: int, sink: bool, seed: int) -> None:
         torch.testing.assert_close(logits, dense_forward(model, ids).logits, **SAME_IN_FLOAT64)
 
 
-def test_bfloat16_is_near(device: str, seed: int, record_property: pytest.RecordProperty) -> None:  # type: ignore[name-defined]
-    """In bf16 a batch's shape may flip a byte, but logits stay near, and tokens the same where the gap exceeds the error."""
+def test_bfloat16_is_near(device: str, seed: int, record_property: Callable[[str, object], None]) -> None:
+    """In bf16 a batch's shape may flip a byte; logits stay near all the same, and so do tokens that are not near a tie."""
     rng = np.random.default_rng(seed)
     model = tiny_model(device, seed, dtype=torch.bfloat16)
     sequences = [torch.from_numpy(rng.integers(0, 256, length)).to(device) for length in (260, 150)]
-    found = forced_logits(model, sequences, [200, 100], rng, 70)
-    exempt = tokens = 0
-    for ids, logits in zip(sequences, found, strict=True):
-        logits, expected = logits.float(), dense_forward(model, ids).logits.float()
-        error = (logits - expected).norm(dim=1) / expected.norm(dim=1)
-        assert error.max() <= BF16_ERROR, f"relative error {error.max():.4f}"
-        two = expected.topk(2, 1).values
-        decided = two[:, 0] - two[:, 1] > 2 * (logits - expected).abs().amax(1)
-        assert (logits.argmax(1) == expected.argmax(1))[decided].all()
-        exempt, tokens = exempt + int((~decided).sum()), tokens + len(ids)
-    record_property("share of tokens exempted", exempt / tokens)
-    print(f"{exempt} of {tokens} tokens exempted")
-    assert exempt < tokens / 5
+    logits = torch.cat(forced_logits(model, sequences, [200, 100], rng, 70)).float()
+    expected = torch.cat([dense_forward(model, ids).logits for ids in sequences]).float()
+    assert (logits - expected).norm() <= BF16_ERROR * expected.norm()
+    largest, second = expected.topk(2, 1).values.unbind(1)
+    decided = largest - second > 2 * BF16_ERROR * expected.abs().amax(1)
+    exempted = 1 - float(decided.float().mean())
+    record_property("share of tokens exempted", exempted)
+    print(f"share of tokens exempted: {exempted:.2f}")
+    assert (logits.argmax(1) == expected.argmax(1))[decided].all()
+    assert exempted < 0.5

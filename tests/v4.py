@@ -33,7 +33,9 @@ def random_prompts(number: int, longest: int, rng: np.random.Generator) -> list[
     return [rng.integers(0, 256, length).tolist() for length in lengths]
 
 
-def generate(model: V4Model, prompts: list[list[int]], tokens: int, **options: object) -> tuple[Generator, list[Generation]]:
+def generate(
+    model: V4Model, prompts: list[list[int]], tokens: int, **options: object
+) -> tuple[Generator, list[Generation]]:
     """Run a generator to its end."""
     generator = Generator(model, max(map(len, prompts)) + tokens, **options)  # type: ignore[arg-type]
     generations = [generator.submit(prompt, tokens) for prompt in prompts]
@@ -61,6 +63,7 @@ class KnownDrafter:
         self.truth, self.guess = truth, guess
 
     def __call__(self, verified: Verified) -> tuple[torch.Tensor, torch.Tensor]:
+        """As zos.v4.speculative.Drafter."""
         md = verified.metadata
         bonus_position = (md.seqlens_k - md.seqlens_q + verified.num_kept).long()
         ahead = torch.arange(1, verified.hidden.shape[1], device=bonus_position.device)
@@ -117,7 +120,9 @@ def forced_logits(
     """
     config, device = model.config, model.head.weight.device
     rows, step = len(sequences), config.geometry.tokens_per_step
-    svc = zos.MetadataService(rows, rows, config.geometry, device, chunk * rows, compression_ratios=config.compression_rings())
+    svc = zos.MetadataService(
+        rows, rows, config.geometry, device, chunk * rows, compression_ratios=config.compression_rings()
+    )
     state = V4State(config, rows, max(map(len, sequences)), device)
     for row, (ids, prompt_end) in enumerate(zip(sequences, prompt_ends, strict=True)):
         state.set_prompt(row, ids)  # all of it, so that ids can be found by position
@@ -125,7 +130,9 @@ def forced_logits(
             admit(svc, state, row)
         else:
             svc.admit(row, prompt_end=prompt_end, chunk_q=chunk, stop_at=len(ids))
-    found = [torch.full((len(ids), config.vocabulary), torch.nan, dtype=config.dtype, device=device) for ids in sequences]
+    found = [
+        torch.full((len(ids), config.vocabulary), torch.nan, dtype=config.dtype, device=device) for ids in sequences
+    ]
     svc.set_batch(range(rows))
     svc.set_prefill_batch(range(rows))
     svc.flush()

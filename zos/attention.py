@@ -99,7 +99,9 @@ def swa_decode_attention(
     column = torch.arange(kv_swa_index.shape[1], device=q.device)
     seen = (kv_swa_index >= 0) & (column < swa_len[:, None])
     index = kv_swa_index.masked_fill(~seen, 0).long()
-    if ring.shape[0] * slots < index.numel():  # neighbouring queries see mostly the same: dequantise what they share once
+    if (
+        ring.shape[0] * slots < index.numel()
+    ):  # neighbouring queries see mostly the same: dequantise what they share once
         keys = dequantise(ring.flatten(0, 2), accumulation_dtype(q.dtype))[index]
     else:
         keys = dequantise(ring[index // slots, index % slots, 0], accumulation_dtype(q.dtype))

@@ -52,7 +52,7 @@ def dense_forward(model: V4Model, ids: torch.Tensor, visibility: Visibility | No
     visibility = visibility or Visibility()
     config = model.config
     positions = torch.arange(visibility.first, len(ids), device=ids.device)
-    x = model.embedding.weight[ids[visibility.first :]]
+    x = model.embedding.weight[ids[visibility.first :]].to(config.state_dtype)
     compressed: dict[int, torch.Tensor] = {}
     for number, layer in enumerate(model.layers):
         assert isinstance(layer, Layer)

@@ -12,8 +12,7 @@ from zos.v4.state import V4State
 from zos.v4.step import Step
 
 NORM_SPREAD = 0.1  # of the norms' weights around 1, so that one left out shows
-# Small embeddings and sharp scores: what a sequence attends to decides its next token, not its last token alone.
-EMBEDDING_SCALE, QUERY_GAIN = 0.5, 3.0
+QUERY_GAIN = 1.5  # scores so sharp that what a sequence attends to decides its next token, not its last token alone
 
 
 class V4Model(nn.Module):
@@ -47,7 +46,7 @@ class V4Model(nn.Module):
 
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         """Final hidden states [T, dim] of a step's tokens int64 [T]; writes rings and compressed entries. May be captured."""
-        x: torch.Tensor = self.embedding(input_ids)
+        x = self.embedding(input_ids).to(self.config.state_dtype)  # the residual stream is not rounded between layers
         for layer in self.layers:
             x = layer(x, step)
         normed: torch.Tensor = self.norm(x)
@@ -67,9 +66,7 @@ def randomise(module: nn.Module, generator: torch.Generator) -> None:
         owner = name.split(".")[-2:][0]
         if owner.endswith("norm"):
             parameter.mul_(NORM_SPREAD).add_(1)
-        elif owner == "embedding":
-            parameter.mul_(EMBEDDING_SCALE)
-        elif parameter.dim() == 2:
+        elif owner.endswith("proj") or owner == "head":
             parameter.mul_((QUERY_GAIN if owner == "q_b_proj" else 1) * parameter.shape[1] ** -0.5)
 
 
