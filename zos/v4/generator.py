@@ -107,7 +107,7 @@ class Generator:
         self.loop.run()
 
     def run(self) -> None:
-        """Finish everything; raises zos.DeviceStateError for a state that went wrong."""
+        """Finish everything; raises zos.DeviceStateError as soon as a state that went wrong is seen."""
         while self.pending:
             self.run_step()
         self._take(self.loop.drain())
@@ -160,6 +160,8 @@ class Generator:
 
     def _take(self, records: list[StepRecord]) -> None:
         for record in records:
+            if record.errors:  # a state in error never finishes
+                self.service.check()
             if record.prefill:
                 continue
             assert record.kept_tokens is not None
