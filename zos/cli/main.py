@@ -15,6 +15,7 @@ COMMANDS = (
     "parity",
     "layout",
     "bench",
+    "generate",
 )  # each a module of zos.cli with add_parser(subparsers) and run(arguments)
 BAD_INPUT = 2
 INTERRUPTED = 130

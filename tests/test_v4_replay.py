@@ -1,0 +1,63 @@
+"""Test that a sequence which starts after a prefix hit gives the dense twin's logits under the same truncated visibility."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import zos
+from tests.v4 import SMALL, forced_logits, tiny_model
+from zos.v4.dense import Visibility, dense_forward
+from zos.v4.model import V4Model
+from zos.v4.state import V4State
+
+NAN_BYTE = 0xFF
+SAME_IN_FLOAT64 = {"rtol": 1e-9, "atol": 1e-9}
+
+
+def replayed(
+    model: V4Model,
+    sequences: list[torch.Tensor],
+    hits: list[int],
+    rng: np.random.Generator,
+    chunk: int,
+    **options: bool,
+) -> list[torch.Tensor]:
+    """Logits of sequences whose first `hits` tokens a prefix cache had, as compressed entries alone; all other memory is NaN."""
+
+    def admit(svc: zos.MetadataService, state: V4State, row: int) -> None:
+        if row == 0:
+            state.cache.slab.fill_(NAN_BYTE)
+            for compressed in state.compressed.values():
+                compressed.fill_(torch.nan)
+        ids, hit = sequences[row], hits[row]
+        for layer, entries in dense_forward(model, ids[:hit]).compressed.items():
+            state.compressed[layer][row, : len(entries)] = entries
+        svc.admit(row, prefix_hit=hit, prompt_end=hit + 20, chunk_q=chunk, stop_at=len(ids))
+
+    return forced_logits(model, sequences, [hit + 20 for hit in hits], rng, chunk, admit, **options)
+
+
+def truncated(model: V4Model, ids: torch.Tensor, hit: int, consumer_start: int | None = None) -> torch.Tensor:
+    """The dense twin's logits from the first recomputed position on."""
+    start = zos.plan_bounded_replay(hit, window=model.config.geometry.window).q_start
+    cached = {layer: entries for layer, entries in dense_forward(model, ids[:hit]).compressed.items()}
+    consumers = start if consumer_start is None else consumer_start
+    return dense_forward(model, ids, Visibility(start, start, consumers, cached)).logits
+
+
+@pytest.mark.parametrize("chunk", [5, 60])
+def test_bounded_replay(device: str, chunk: int, seed: int) -> None:
+    """Recomputed tokens read nothing below the window before the hit, and overwrite no entry that the cache had: an odd hit leaves
+    an entry whose first token is recomputed only.
+    """
+    rng = np.random.default_rng(seed)
+    model, window = tiny_model(device, seed, SMALL), SMALL.window
+    hits = [window + 1, 2 * int(rng.integers(10, 30)), 2 * int(rng.integers(10, 30)) + 1]
+    sequences = [torch.from_numpy(rng.integers(0, 256, hit + 60)).to(device) for hit in hits]
+    for ids, hit, logits in zip(sequences, hits, replayed(model, sequences, hits, rng, chunk), strict=True):
+        assert logits[: hit - window].isnan().all()
+        torch.testing.assert_close(logits[hit - window :], truncated(model, ids, hit), **SAME_IN_FLOAT64)
+        cold = dense_forward(model, ids).logits[hit - window :]
+        assert (logits[hit - window :] - cold).abs().max() > 1e-3  # the truncation is no nothing
