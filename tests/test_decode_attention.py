@@ -115,7 +115,9 @@ def test_over_any_index(device: str, heads: int, group: int, seed: int) -> None:
     """Slots in any order, with holes, groups that mix states, entries at any address: what the operator promises."""
     rng, draws = np.random.default_rng(seed), torch.Generator().manual_seed(seed)
     tokens, columns, ring, states = 67, 150, 141, 3
-    of_token = np.repeat(rng.integers(0, states, tokens), rng.integers(1, 3 * group + 1, tokens))[:tokens]  # runs of one state
+    of_token = np.repeat(rng.integers(0, states, tokens), rng.integers(1, 3 * group + 1, tokens))[
+        :tokens
+    ]  # runs of one state
     index = np.full((tokens, columns), -1, np.int32)
     for token in range(tokens):
         slots = rng.permutation(ring)[: rng.integers(0, 130) if rng.random() < 0.9 else 0]

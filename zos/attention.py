@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+import zos.ops  # noqa: F401  registers the kernel's operator
+from device_kernels import decode_attention
 from zos.entry import EntryFormat
 
 MXFP8 = EntryFormat.mxfp8()
@@ -71,8 +73,12 @@ def swa_decode_attention(
     swa_len: torch.Tensor,
     softmax_scale: float,
     sink: torch.Tensor | None = None,
+    tokens_per_step: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of a decode step's queries over the ring entries that its metadata name; the step's own are stored before.
+
+    On CUDA by the kernel `torch.ops.zos.swa_decode_attention`, where it takes such queries and rings; else by
+    `reference_decode_attention`.
 
     Parameters
     ----------
@@ -88,6 +94,8 @@ def swa_decode_attention(
         What scores are multiplied by.
     sink : torch.Tensor, optional
         [H]: a score of each head that takes weight and adds no value.
+    tokens_per_step : int
+        Neighbouring tokens that are likely of one state, as a row's are: they share what is read.
 
     Returns
     -------
@@ -95,6 +103,36 @@ def swa_decode_attention(
         [T, H, 512] like q, and [T, H] float32 (float64 for float64 queries): the log of the weights' sum without the sink, for
         `merge`. A token without keys gives zeros and -inf.
     """
+    if not _has_kernel(q, ring):
+        return reference_decode_attention(q, ring, kv_swa_index, swa_len, softmax_scale, sink)
+    q = q.contiguous()
+    out, lse = torch.empty_like(q), q.new_empty(q.shape[:2], dtype=torch.float32)
+    sinks = None if sink is None else sink.to(torch.float32)
+    torch.ops.zos.swa_decode_attention(q, ring, kv_swa_index, swa_len, sinks, out, lse, softmax_scale, tokens_per_step)
+    return out, lse
+
+
+def _has_kernel(q: torch.Tensor, ring: torch.Tensor) -> bool:
+    """Whether the kernel takes such queries and such a ring on their device."""
+    return (
+        q.device.type == "cuda"
+        and q.dtype == torch.bfloat16
+        and q.shape[1] % decode_attention.HEADS_OF_A_TILE == 0
+        and q.shape[2] == decode_attention.WIDTH
+        and ring.shape[1] <= decode_attention.LARGEST_RING
+        and decode_attention.fits(q.device)
+    )
+
+
+def reference_decode_attention(
+    q: torch.Tensor,
+    ring: torch.Tensor,
+    kv_swa_index: torch.Tensor,
+    swa_len: torch.Tensor,
+    softmax_scale: float,
+    sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `swa_decode_attention`, in torch on any device."""
     slots = ring.shape[1]
     column = torch.arange(kv_swa_index.shape[1], device=q.device)
     seen = (kv_swa_index >= 0) & (column < swa_len[:, None])

@@ -17,6 +17,7 @@ from host_fallback.mailbox import record_words
 from zos.cache import SwaCache
 from zos.checks import BATCH_STATE_WORDS
 from zos.cli import InputError
+from zos.cli.bench_attention import bench_attention
 from zos.cli.bench_loop import bench_gpu, bench_host, bench_stall
 from zos.cli.options import check_output, usable
 from zos.layout import StateSlotLayout
@@ -227,6 +228,12 @@ def bench_loop(size: int, replays: int) -> Iterator[Row]:
             yield row(*figure)
 
 
+def bench_decode_attention(size: int, replays: int) -> Iterator[Row]:
+    """Decode attention beside torch and a device copy (bench_attention.py)."""
+    for figure in bench_attention(size, min(replays, 20), graph_medians):
+        yield row(*figure)
+
+
 def bench_numba(size: int, repeats: int) -> Iterator[Row]:
     """The CPU path, serial, beside a plain copy of the index bytes."""
     for layout in ("strided", "packed"):
@@ -263,6 +270,7 @@ def run(arguments: argparse.Namespace) -> int:
     if usable("cuda"):
         benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (64, 256))]
         benches += [("prefill", bench_prefill, (16,)), ("ring", bench_ring, (8192,))]
+        benches += [("attention", bench_decode_attention, (256,))]
     chosen = [bench for bench in benches if arguments.filter in bench[0]]
     if not chosen:
         raise InputError(f"--filter {arguments.filter!r} matches none of {', '.join(name for name, *_ in benches)}")

@@ -99,7 +99,8 @@ class DecodeStep(Step):
         """As Step.attend_window."""
         md, ring = self.metadata, self.state.rings[layer]
         torch.ops.zos.swa_ring_store(kv_swa.to(self.config.ring_dtype), md.swa_write_slot, ring)
-        return swa_decode_attention(q, ring, md.kv_swa_index, md.swa_len, scale, sink)
+        each = self.config.geometry.tokens_per_step
+        return swa_decode_attention(q, ring, md.kv_swa_index, md.swa_len, scale, sink, each)
 
     def attend_compressed(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As Step.attend_compressed; the tokens of a row share one copy of its entries."""
