@@ -257,6 +257,7 @@ __device__ void write_header(const Params& p, int* record, long long step) {
 }
 
 extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, 1) commit(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     const long long step = p.results ? p.results_state[0] + 1 : 0;
     Outcome outcome = {-1, 0, 0, 0, 0};

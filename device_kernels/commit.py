@@ -13,7 +13,7 @@ THREADS = 64  # small blocks: a batch of 256 rows spreads over four multiprocess
 MOST_THREADS = 1024  # of the one block that a step with a record or a refill gets, unless it has more rows
 WARP = 32
 
-_COMMIT = Kernel("commit", "commit", "13P" + "q" + "8i")
+_COMMIT = Kernel("commit", "commit", "13P" + "q" + "8i", overlaps=True)
 KERNELS = (_COMMIT,)
 
 

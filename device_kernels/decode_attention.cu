@@ -338,6 +338,7 @@ __device__ __forceinline__ void fill(const Params& p, int token, bool foreign) {
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS* WARP, 1) swa_decode_attention(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     extern __shared__ uint4 dynamic[];
     __shared__ Shared shared;
     auto* keys = reinterpret_cast<unsigned char*>(dynamic);  // bf16 [KEYS, KEY_STRIDE]; then the stages of each warp

@@ -20,7 +20,7 @@ STAGE_BYTES = 1024  # 16 rows of 32 values
 # keys in bf16, each 16 bytes further apart than it is wide, and the queries on their way
 SHARED_BYTES = LARGEST_RING * (WIDTH + 8) * 2 + WARPS * STAGES * STAGE_BYTES
 
-_ATTENTION = Kernel("decode_attention", "swa_decode_attention", CACHE_LAYOUT + "6Pf5i", SHARED_BYTES)
+_ATTENTION = Kernel("decode_attention", "swa_decode_attention", CACHE_LAYOUT + "6Pf5i", SHARED_BYTES, overlaps=True)
 KERNELS = (_ATTENTION,)
 
 

@@ -90,6 +90,7 @@ __device__ __forceinline__ void write_index(const Params& p, const Row& r, int p
 
 extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP)
     prepare_v4_decode_metadata(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     if (blockIdx.x == 0) return summarize_batch(p);
     const int lane = threadIdx.x % WARP, part = threadIdx.x / WARP, parts = blockDim.x / WARP;
     const int first_row = (blockIdx.x - 1) * blockDim.y;
@@ -124,6 +125,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP)
 
 // Token places of each chunk of rows_per_chunk (= blockDim.x) rows, for packed batches too long for every block to sum.
 extern "C" __global__ void sum_row_places(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     __shared__ int partial[MAX_WARPS];
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     const int sum = block_sum(row < p.num_rows ? places_of_row(p, row) : 0, partial);

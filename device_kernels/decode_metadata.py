@@ -11,8 +11,8 @@ from device_kernels.module import Kernel
 ROWS_PER_CHUNK = 256  # rows summed by one block of sum_row_places
 ONE_LAUNCH_ROWS = 2048  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
 
-_PREPARE = Kernel("decode_metadata", "prepare_v4_decode_metadata", LAYOUT)
-_SUM_PLACES = Kernel("decode_metadata", "sum_row_places", LAYOUT)
+_PREPARE = Kernel("decode_metadata", "prepare_v4_decode_metadata", LAYOUT, overlaps=True)
+_SUM_PLACES = Kernel("decode_metadata", "sum_row_places", LAYOUT, overlaps=True)
 KERNELS = (_PREPARE, _SUM_PLACES)
 
 

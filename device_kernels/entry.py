@@ -17,7 +17,10 @@ DTYPE_NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat1
 
 def kernels_by_dtype(stem: str, layout: str) -> dict[torch.dtype, Kernel]:
     """One kernel for each number format, `swa_<stem>_<format>`."""
-    return {dtype: Kernel(stem, f"swa_{stem}_{name}", CACHE_LAYOUT + layout) for dtype, name in DTYPE_NAMES.items()}
+    return {
+        dtype: Kernel(stem, f"swa_{stem}_{name}", CACHE_LAYOUT + layout, overlaps=True)
+        for dtype, name in DTYPE_NAMES.items()
+    }
 
 
 def grid(swa_cache: torch.Tensor, tokens: int) -> tuple[tuple[int, int], tuple[int, int]]:

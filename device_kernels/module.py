@@ -9,8 +9,9 @@ from functools import cache
 from importlib import resources
 from typing import Any
 
-import numpy as np
 import torch
+
+from device_kernels.launch import Launch
 
 COMPILE_OPTIONS = ("--std=c++17",)
 
@@ -48,12 +49,15 @@ class Kernel:
         long, f float. A value that does not fit its declared type is refused, never truncated.
     shared_bytes : int
         Dynamic shared memory of a block.
+    overlaps : bool
+        Whether it may begin while the kernel before it still runs; it must then begin with `wait_for_predecessor` (ring.cuh).
     """
 
-    def __init__(self, stem: str, name: str, layout: str, shared_bytes: int = 0) -> None:
+    def __init__(self, stem: str, name: str, layout: str, shared_bytes: int = 0, *, overlaps: bool = False) -> None:
         self.stem = stem
         self.name = name
         self.shared_bytes = shared_bytes
+        self.overlaps = overlaps
         self._layout = struct.Struct(f"@{layout}0P")  # 0P: the tail padding of a C struct that holds pointers
         self._functions: dict[int, Any] = {}
 
@@ -76,8 +80,8 @@ class Kernel:
     ) -> Callable[[], None]:
         """Pack the parameters once; the returned function launches on torch's current stream of `device`.
 
-        The current device may be any. Launching raises KernelNotReadyError where `load` would, and CuPy's CUDADriverError where
-        the driver refuses the launch.
+        The current device may be any. Launching raises KernelNotReadyError where `load` would, and LaunchError where the driver
+        refuses the launch.
 
         Raises
         ------
@@ -85,18 +89,16 @@ class Kernel:
             A value does not fit its declared type.
         """
         index = device.index
-        # One element of a void type is how CuPy passes a struct by value.
-        parameters = np.frombuffer(self._layout.pack(*values), np.dtype((np.void, self._layout.size)))
-        shape, arguments, shared_bytes = (blocks, threads), (parameters,), self.shared_bytes
+        bound = Launch(index, blocks, threads, self.shared_bytes, self._layout.pack(*values), self.overlaps)
 
         def launch() -> None:
             function = self._functions.get(index) or self.load(index)
-            stream = _cupy_stream(torch.cuda.current_stream(index).cuda_stream, index)
+            stream = torch.cuda.current_stream(index).cuda_stream
             if torch.cuda.current_device() == index:
-                function(*shape, arguments, shared_mem=shared_bytes, stream=stream)
+                bound(function.kernel.ptr, stream)
             else:
                 with torch.cuda.device(index):
-                    function(*shape, arguments, shared_mem=shared_bytes, stream=stream)
+                    bound(function.kernel.ptr, stream)
 
         return launch
 
@@ -106,27 +108,6 @@ def _module(stem: str) -> Any:
     import cupy
 
     return cupy.RawModule(code=kernel_source(stem), options=COMPILE_OPTIONS)
-
-
-class _StreamHandle:
-    """A stream's address in the form that CuPy takes it (the CUDA stream protocol)."""
-
-    def __init__(self, address: int) -> None:
-        self._address = address
-
-    def __cuda_stream__(self) -> tuple[int, int]:
-        return 0, self._address
-
-
-@cache
-def _cupy_stream(address: int, device_index: int) -> Any:
-    """CuPy's view of a torch stream; cached, since making one costs more than a launch.
-
-    Not by way of torch.cuda.ExternalStream: that takes address 0, the default stream, for "none given" and makes another stream.
-    """
-    import cupy
-
-    return cupy.cuda.Stream.from_external(_StreamHandle(address)) if address else cupy.cuda.Stream.null
 
 
 def pointer(tensor: torch.Tensor | None) -> int:

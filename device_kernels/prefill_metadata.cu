@@ -159,6 +159,7 @@ __device__ __forceinline__ void write_rows(const Params& p, int first_row) {
 }
 
 extern "C" __global__ void prepare_v4_prefill_metadata(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     const int row_warps = larger((p.num_rows + WARP - 1) / WARP, 1), parts = index_parts(p);
     const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP - row_warps;
     if (warp < 0) return write_rows(p, (warp + row_warps) * WARP);
@@ -192,6 +193,7 @@ __device__ __forceinline__ long long threads_before(long long value, long long* 
 
 // One block: each thread takes a run of neighbouring rows, so that one scan over the block's sums gives every row its place.
 extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP) prepare_prefill_rows(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     __shared__ long long partial[MAX_WARPS];
     __shared__ int live_partial[MAX_WARPS], deferred_partial[MAX_WARPS];
     const int run = (p.num_rows + blockDim.x - 1) / blockDim.x;
@@ -251,6 +253,7 @@ __device__ __forceinline__ Row row_for_tokens(const Params& p, int row) {
 }
 
 extern "C" __global__ void prepare_prefill_tokens(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, parts = index_parts(p);
     const int place = warp / parts * WARP + threadIdx.x % WARP;
     const int row = row_of_place(p, place);

@@ -13,9 +13,9 @@ ROW_THREADS = 1024  # at most: of the one block that scans the rows of a longer 
 WARPS = 4  # of a block; no warp waits for another
 INDEX_PARTS = 8  # warps that share 32 places where the full index is wanted, as in prefill_metadata.cu
 
-_PREPARE = Kernel("prefill_metadata", "prepare_v4_prefill_metadata", LAYOUT)
-_ROWS = Kernel("prefill_metadata", "prepare_prefill_rows", LAYOUT)
-_TOKENS = Kernel("prefill_metadata", "prepare_prefill_tokens", LAYOUT)
+_PREPARE = Kernel("prefill_metadata", "prepare_v4_prefill_metadata", LAYOUT, overlaps=True)
+_ROWS = Kernel("prefill_metadata", "prepare_prefill_rows", LAYOUT, overlaps=True)
+_TOKENS = Kernel("prefill_metadata", "prepare_prefill_tokens", LAYOUT, overlaps=True)
 KERNELS = (_PREPARE, _ROWS, _TOKENS)
 
 

@@ -13,6 +13,17 @@
 
 namespace zos {
 
+#ifdef __CUDACC__
+// First statement of a kernel that is launched while the one before it still runs (`Kernel(overlaps=True)`): the next may be launched
+// as well, and nothing before is read or overwritten until it has ended. Saves a launch's 0.4 µs; without effect before sm_90.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+#endif
+
 constexpr int INT32_LARGEST = 0x7fffffff;
 
 enum Phase { FREE = 0, LIVE = 1, FINISHED = 2, ERROR = 3, PAUSED = 4 };

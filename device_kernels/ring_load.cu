@@ -75,6 +75,6 @@ __device__ __forceinline__ void load_rows(const Params& p) {
     }
 }
 
-extern "C" __global__ void swa_ring_load_float32(const __grid_constant__ Params p) { load_rows<FLOAT32>(p); }
-extern "C" __global__ void swa_ring_load_float16(const __grid_constant__ Params p) { load_rows<FLOAT16>(p); }
-extern "C" __global__ void swa_ring_load_bfloat16(const __grid_constant__ Params p) { load_rows<BFLOAT16>(p); }
+extern "C" __global__ void swa_ring_load_float32(const __grid_constant__ Params p) { wait_for_predecessor(); load_rows<FLOAT32>(p); }
+extern "C" __global__ void swa_ring_load_float16(const __grid_constant__ Params p) { wait_for_predecessor(); load_rows<FLOAT16>(p); }
+extern "C" __global__ void swa_ring_load_bfloat16(const __grid_constant__ Params p) { wait_for_predecessor(); load_rows<BFLOAT16>(p); }

@@ -84,6 +84,6 @@ __device__ __forceinline__ void store_tokens(const Params& p) {
     }
 }
 
-extern "C" __global__ void swa_ring_store_float32(const __grid_constant__ Params p) { store_tokens<FLOAT32>(p); }
-extern "C" __global__ void swa_ring_store_float16(const __grid_constant__ Params p) { store_tokens<FLOAT16>(p); }
-extern "C" __global__ void swa_ring_store_bfloat16(const __grid_constant__ Params p) { store_tokens<BFLOAT16>(p); }
+extern "C" __global__ void swa_ring_store_float32(const __grid_constant__ Params p) { wait_for_predecessor(); store_tokens<FLOAT32>(p); }
+extern "C" __global__ void swa_ring_store_float16(const __grid_constant__ Params p) { wait_for_predecessor(); store_tokens<FLOAT16>(p); }
+extern "C" __global__ void swa_ring_store_bfloat16(const __grid_constant__ Params p) { wait_for_predecessor(); store_tokens<BFLOAT16>(p); }

@@ -136,6 +136,7 @@ __device__ void apply_batch_edit(const Params& p, const int* buffer, const int* 
 }
 
 extern "C" __global__ void apply_table_edits(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     __shared__ int4 staged[STAGED_ROWS * EDIT_WORDS / 4];
     const long long launch = p.applied[0];
     const int* buffer = p.edits + launch % p.num_buffers * p.buffer_words;

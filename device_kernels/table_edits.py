@@ -11,7 +11,7 @@ from device_kernels.module import Kernel, pointer
 
 THREADS = 128
 
-_APPLY = Kernel("table_edits", "apply_table_edits", "8P2q6i")
+_APPLY = Kernel("table_edits", "apply_table_edits", "8P2q6i", overlaps=True)
 KERNELS = (_APPLY,)
 
 

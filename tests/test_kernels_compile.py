@@ -91,3 +91,20 @@ def test_every_kernel_is_loaded_by_warmup() -> None:
         for name in re.findall(r"void[^;{]*?(\w+)\(const __grid", module.kernel_source(stem))
     }
     assert names == defined
+
+
+def test_overlapping_kernels_wait() -> None:
+    """A kernel that is launched before its predecessor has ended waits for it first, or it would read what is not there yet."""
+    import zos.ops
+
+    overlapping = {kernel.name for kernel in zos.ops.KERNELS if kernel.overlaps}
+    waiting = {
+        name
+        for stem in STEMS
+        for name in re.findall(
+            r"void[^;{]*?(\w+)\(const __grid_constant__ Params p\) \{\s*wait_for_predecessor\(\);",
+            module.kernel_source(stem),
+        )
+    }
+    assert overlapping == waiting != set()
+    assert "griddepcontrol.wait" in module.kernel_source("commit")
