@@ -3,7 +3,7 @@
 // What a row was is read from its ticket, never from the current batch, so a result counts once, in whatever order and however
 // often it arrives. A state stands in one row only (MetadataService.set_batch refuses duplicates), so no two threads share one.
 // With a mailbox the step leaves a record of its rows; with a ready queue the block that ends last puts waiting sequences into the
-// batch rows of finished ones.
+// batch rows of finished ones. Rows that went through a boundary of snapshots are marked.
 #include "results.cuh"
 
 using namespace zos;
@@ -28,6 +28,7 @@ struct Params {
     int* results;                  // [num_results, result_words] or null: record n at n % num_results
     long long* results_state;      // [2]: records committed, records published
     const long long* kept_tokens;  // [num_rows, tokens_per_step] or null
+    int* marks;                    // [num_rows] or null: boundary at which the row's state is worth a snapshot, -1 for none
     long long result_words;
     int capacity;
     int num_rows;
@@ -37,6 +38,9 @@ struct Params {
     int num_ready;
     int num_results;
     int prefill;
+    int snapshot_every;            // boundaries are its multiples; 0: there are none
+    int window;
+    int ring;
 };
 
 enum BatchState { VERSION = 0, REFUSED = 1, TAKEN = 2, APPENDED = 3, BLOCKS_DONE = 4 };
@@ -56,6 +60,7 @@ __device__ __forceinline__ Outcome commit_row(const Params& p, int row) {
     const int4 ticket = p.tickets[row];
     int kept = p.num_kept[row];  // these loads do not wait for the ticket
     const bool asked_to_finish = p.finished && p.finished[row];
+    if (p.marks) p.marks[row] = -1;
     const int state_id = ticket.x, q = ticket.w;
     if (q <= 0 || static_cast<unsigned>(state_id) >= static_cast<unsigned>(p.capacity)) {
         if (state_id != -1) return {-1, 0, 0, 0, 0};
@@ -98,7 +103,8 @@ __device__ __forceinline__ Outcome commit_row(const Params& p, int row) {
     head.z += kept;
     const bool prompt_complete = head.z >= head.w;
     if (prefilling)
-        head.y = next_seqlen_q(head.z, head.w, course.z, course.w, p.tokens_per_step, p.max_prefill_tokens);
+        head.y = next_seqlen_q(head.z, head.w, course.z, course.w, p.tokens_per_step, p.max_prefill_tokens, p.snapshot_every);
+    if (p.marks) p.marks[row] = snapshot_boundary(ticket.z, head.z, course.x, tail.x, p.window, p.ring, p.snapshot_every);
     const bool at_stop = course.y > 0 && head.z >= course.y;
     if (at_stop || (prompt_complete && asked_to_finish)) head.x = FINISHED;
     if (prompt_complete && p.next_tokens) {

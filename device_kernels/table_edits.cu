@@ -36,6 +36,7 @@ struct Params {
     int num_ready;
     int tokens_per_step;
     int max_prefill_tokens;
+    int snapshot_every;           // first chunks pass no multiple of it; 0: they may
 };
 
 struct Record {
@@ -72,7 +73,7 @@ __device__ void apply_edit(const Params& p, const int* buffer, Record& r, const 
             break;
         case RESET:
             if (r.a.x != LIVE && r.a.x != PAUSED && r.a.x != ERROR) break;
-            r.a = {LIVE, next_seqlen_q(0, value, r.c.z, r.c.w, p.tokens_per_step, p.max_prefill_tokens), 0, value};
+            r.a = {LIVE, next_seqlen_q(0, value, r.c.z, r.c.w, p.tokens_per_step, p.max_prefill_tokens, p.snapshot_every), 0, value};
             r.b = {0, 0, r.b.z + 1, NO_ERROR};
             r.c.x = 0;
             r.d.x = 0;

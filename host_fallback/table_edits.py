@@ -22,7 +22,7 @@ _NO_READY = np.zeros((0, 0, 2), np.int32)
 
 
 @njit(cache=True, error_model="numpy")
-def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill_tokens):
+def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill_tokens, snapshot_every):
     """Apply one edit to its state's record and, where it sets them, to the tokens of its next step."""
     kind, value = edit[1], edit[2]
     if kind == ADMIT:
@@ -39,7 +39,9 @@ def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill
         record[0], record[6], record[7], record[12] = FREE, record[6] + 1, NO_ERROR, 0
     elif kind == RESET:
         if record[0] == LIVE or record[0] == PAUSED or record[0] == ERROR:
-            seqlen_q = next_seqlen_q(0, value, record[10], record[11], tokens_per_step, max_prefill_tokens)
+            seqlen_q = next_seqlen_q(
+                0, value, record[10], record[11], tokens_per_step, max_prefill_tokens, snapshot_every
+            )
             record[0], record[1], record[2], record[3] = LIVE, seqlen_q, 0, value
             record[4], record[5], record[6], record[7] = 0, 0, record[6] + 1, NO_ERROR
             record[8], record[12] = 0, 0
@@ -95,6 +97,7 @@ def _apply(
     applied_on_host,
     tokens_per_step,
     max_prefill_tokens,
+    snapshot_every,
 ):
     buffer = edits[applied[0] % edits.shape[0]]
     words = buffer.view(np.int64)
@@ -108,7 +111,7 @@ def _apply(
         if not 0 <= edit[0] < records.shape[0]:
             continue  # skipped, as everything that would read or write outside
         tokens = token_ids[edit[0]] if token_ids.size > 0 else nobody
-        _apply_edit(records[edit[0]], tokens, edit, words, ready, tokens_per_step, max_prefill_tokens)
+        _apply_edit(records[edit[0]], tokens, edit, words, ready, tokens_per_step, max_prefill_tokens, snapshot_every)
     for i in range(num_edits, num_edits + num_batches):
         _apply_batch_edit(batches, batch_states, rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS], buffer)
     applied[0] += 1
@@ -126,6 +129,7 @@ def bind_apply_table_edits(
     applied_on_host: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
+    snapshot_every: int = 0,
 ) -> Callable[[], None]:
     """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result applies the next buffer."""
     arguments = (
@@ -139,6 +143,7 @@ def bind_apply_table_edits(
         applied_on_host.numpy(),
         tokens_per_step,
         max_prefill_tokens,
+        snapshot_every,
     )
     return lambda: _apply(*arguments)
 

@@ -106,7 +106,10 @@ def true_q_start(svc: zos.MetadataService) -> np.ndarray:
     records, nothing = as_array(svc.table.records).copy(), np.zeros(0, np.int64)
     for edit in svc._edits._edits:
         row = np.frombuffer(edit.row, np.int32)
-        _apply_edit(records[row[0]], nothing, row, nothing, np.zeros((0, 0, 2), np.int32), 6, svc.max_prefill_tokens)
+        _apply_edit(
+            records[row[0]], nothing, row, nothing, np.zeros((0, 0, 2), np.int32), 6, svc.max_prefill_tokens,
+            svc.snapshot_every,
+        )  # fmt: skip
     return records[:, 2].astype(np.int64)
 
 

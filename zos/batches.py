@@ -66,6 +66,8 @@ class BatchEdits(SequenceEdits):
         Where a row's tokens stand.
     metadata_slots : int
         Batches that can be in flight at once.
+    snapshot_every : int
+        As SequenceEdits.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class BatchEdits(SequenceEdits):
         max_batch: int,
         token_layout: str,
         metadata_slots: int,
+        snapshot_every: int,
     ) -> None:
         bounds = SequenceBounds(table.capacity, metadata_slots)
-        super().__init__(table, edits, geometry, max_prefill_tokens, compression, bounds)
+        super().__init__(table, edits, geometry, max_prefill_tokens, compression, bounds, snapshot_every)
         self.max_batch = max_batch
         self.token_layout = token_layout
         self._unlearned: list[tuple[int, StepRecord]] = []  # records read: (slot, record)

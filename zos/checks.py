@@ -174,6 +174,10 @@ def check_commit(
     results_state: torch.Tensor | None = None,
     kept_tokens: torch.Tensor | None = None,
     prefill: bool = False,
+    marks: torch.Tensor | None = None,
+    snapshot_every: int = 0,
+    window: int = 0,
+    ring: int = 0,
 ) -> None:
     """Raise ValueError unless the arguments of commit fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
@@ -190,6 +194,11 @@ def check_commit(
     _expect("counters", counters, INT64, (4,), device)
     if kept_tokens is not None:
         _expect("kept_tokens", kept_tokens, INT64, (rows, tokens_per_step), device)
+    whole_number("snapshot_every", snapshot_every, 0)
+    if marks is not None:
+        _expect("marks", marks, INT32, (rows,), device)
+        whole_number("window", window, 1)
+        whole_number("ring", ring, window)
     if ready is None and results is None:
         return
     if batch_state is None:
@@ -240,9 +249,11 @@ def check_apply_table_edits(
     applied_on_host: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
+    snapshot_every: int = 0,
 ) -> None:
     """Raise ValueError unless the arguments of apply_table_edits fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
+    whole_number("snapshot_every", snapshot_every, 0)
     whole_number("max_prefill_tokens", max_prefill_tokens, 1)
     device = records.device
     if batches.dim() != 2:

@@ -89,6 +89,8 @@ class StagedEdits:
         Tokens of a decode step, the width of `table.token_ids`.
     max_prefill_tokens : int
         Chunk length that a chunk_q of 0 stands for.
+    snapshot_every : int
+        No chunk passes a multiple of it; 0: they may.
 
     Attributes
     ----------
@@ -99,7 +101,12 @@ class StagedEdits:
     """
 
     def __init__(
-        self, table: SequenceTable, batches: torch.Tensor, tokens_per_step: int, max_prefill_tokens: int
+        self,
+        table: SequenceTable,
+        batches: torch.Tensor,
+        tokens_per_step: int,
+        max_prefill_tokens: int,
+        snapshot_every: int = 0,
     ) -> None:
         self._device = table.records.device
         self._tokens_per_step = tokens_per_step
@@ -130,6 +137,7 @@ class StagedEdits:
             applied_on_host=applied_on_host,
             tokens_per_step=tokens_per_step,
             max_prefill_tokens=max_prefill_tokens,
+            snapshot_every=snapshot_every,
         )
 
     def __bool__(self) -> bool:

@@ -25,13 +25,15 @@ commit
     batch_state int64 [8] (version, refused edits, ready entries taken, appended, workspace) of the slot's decode batch; ready
     int32 [K, 2] (state_id, generation), entry n at n % K; results int32 [M, words], record n at n % M
     (device_kernels/results.cuh); results_state int64 [2] (records committed, published); kept_tokens int64 [B, Q]; prefill:
-    whether the tickets are a prefill's.
+    whether the tickets are a prefill's. marks int32 [B]: the boundary, a multiple of snapshot_every (0: off), at which a row's
+    state is worth a snapshot, or -1; window and ring, which say whether it still is whole.
 publish_results
     results, results_state, mailbox int32 [M, 8 + words]: (head, tail, checksum, payload words, -, -), then the payload.
 apply_table_edits
     records, token_ids, batches int32 [batch rows, max_batch], edits int32 [buffers, words] (see `zos.edits`), batch_states int64
     [batch rows, 8], ready int32 [batch rows, K, 2] or None, applied int64 [1]: launches so far, whose remainder by the number of
-    buffers is the one to apply, applied_on_host int64 [1]: the same for the host; tokens_per_step, max_prefill_tokens.
+    buffers is the one to apply, applied_on_host int64 [1]: the same for the host; tokens_per_step, max_prefill_tokens,
+    snapshot_every (0: off), whose multiples no first chunk passes.
 """
 
 from __future__ import annotations
@@ -161,7 +163,8 @@ _define(
     "commit(Tensor(a!) records, Tensor(b!)? token_ids, Tensor tickets, Tensor num_kept, Tensor? finished, "
     "Tensor? next_tokens, Tensor(c!) counters, int tokens_per_step, int max_prefill_tokens, Tensor(d!)? batch=None, "
     "Tensor(e!)? batch_state=None, Tensor? ready=None, Tensor(f!)? results=None, Tensor(g!)? results_state=None, "
-    "Tensor? kept_tokens=None, bool prefill=False) -> ()",
+    "Tensor? kept_tokens=None, bool prefill=False, Tensor(g!)? marks=None, int snapshot_every=0, int window=0, "
+    "int ring=0) -> ()",
     checks.check_commit,
     host_fallback.commit.commit,
     device_kernels.commit.commit,
@@ -169,7 +172,7 @@ _define(
 _define(
     "apply_table_edits(Tensor(a!) records, Tensor(b!)? token_ids, Tensor(c!) batches, Tensor edits, "
     "Tensor(d!) batch_states, Tensor(e!)? ready, Tensor(f!) applied, Tensor(g!) applied_on_host, int tokens_per_step, "
-    "int max_prefill_tokens) -> ()",
+    "int max_prefill_tokens, int snapshot_every=0) -> ()",
     checks.check_apply_table_edits,
     host_fallback.table_edits.apply_table_edits,
     device_kernels.table_edits.apply_table_edits,

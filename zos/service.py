@@ -54,6 +54,9 @@ class MetadataService(BatchEdits):
         Whether the table holds the next step's input ids.
     metadata_slots : int
         Batches that can be in flight at once, each with its own buffers.
+    snapshot_every : int
+        Tokens between the boundaries of snapshots, 0 for none: chunks end at its multiples (a seqlen_q that the caller gives stays
+        as it is), and commit marks the rows that went through one (`StepMetadata.marks`).
 
     Raises
     ------
@@ -80,6 +83,7 @@ class MetadataService(BatchEdits):
         compression_ratios: Sequence[int | CompressionRing] = (2,),
         carry_tokens: bool = False,
         metadata_slots: int = 1,
+        snapshot_every: int = 0,
     ) -> None:
         geometry = geometry or RingGeometry()
         step = geometry.tokens_per_step
@@ -87,6 +91,7 @@ class MetadataService(BatchEdits):
         whole_number("max_batch", max_batch, 1)
         self.metadata_slots = whole_number("metadata_slots", metadata_slots, 1)
         max_prefill_tokens = whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+        snapshot_every = whole_number("snapshot_every", snapshot_every, 0)
         whole_number("capacity * ring", self.capacity * geometry.ring, 1)
         whole_number("max_batch * (window + tokens_per_step)", max_batch * (geometry.window + step), 1)
         if token_layout not in TOKEN_LAYOUTS:
@@ -101,11 +106,12 @@ class MetadataService(BatchEdits):
         # last is all padding, for warm-ups
         shape = (2 * self.metadata_slots + 1, max_batch)
         self._batches = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        edits = StagedEdits(table, self._batches, step, max_prefill_tokens)
+        edits = StagedEdits(table, self._batches, step, max_prefill_tokens, snapshot_every)
         self._counters_host, self.operator_counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
         super().__init__(
-            table, edits, geometry, max_prefill_tokens, compression, max_batch, token_layout, self.metadata_slots
-        )
+            table, edits, geometry, max_prefill_tokens, compression, max_batch, token_layout, self.metadata_slots,
+            snapshot_every,
+        )  # fmt: skip
         self._order = StreamOrder(self.device)
         self._order.keep_until_launched(self, self._edits, self._counters_host)
 
@@ -251,6 +257,10 @@ class MetadataService(BatchEdits):
             None if mailbox is None else mailbox.results_state,
             None if kept_tokens is None else _as_tensor("kept_tokens", kept_tokens),
             prefill,
+            metadata.marks,
+            self.snapshot_every,
+            self.geometry.window,
+            self.geometry.ring,
         )
         if not capturing:
             if slot is not None:
@@ -461,14 +471,15 @@ class MetadataService(BatchEdits):
     def _new_buffers(self, slot: int, max_batch: int) -> DecodeBuffers:
         state_ids, packed = self._batches[slot, :max_batch], self.token_layout == "packed"
         return DecodeBuffers(
-            slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, packed
-        )
+            slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression,
+            self.snapshot_every > 0, packed,
+        )  # fmt: skip
 
     def _new_prefill_buffers(self, slot: int) -> PrefillBuffers:
         row = self.metadata_slots + slot if slot >= 0 else -1
         return PrefillBuffers(
             slot, self._batches[row], self.table, self.operator_counters, self.geometry, self.compression,
-            self.max_prefill_tokens,
+            self.snapshot_every > 0, self.max_prefill_tokens,
         )  # fmt: skip
 
     def _prefill_buffers(self, slot: int) -> PrefillBuffers:

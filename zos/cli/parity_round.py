@@ -236,6 +236,16 @@ class Round:
                 None if result.next_tokens is None else torch.from_numpy(result.next_tokens).to(svc.device),
                 None if result.kept_tokens is None else torch.from_numpy(result.kept_tokens).to(svc.device),
             )
+        self._compare_marks(which)
+
+    def _compare_marks(self, which: Prepare) -> None:
+        if not self.rig.setup.snapshot_every:
+            return
+        found = {path: metadata.marks for path, metadata in self.prepared[which].items()}
+        marks = {path: tensor.cpu().numpy() for path, tensor in found.items() if tensor is not None}
+        expected = np.array(self.rig.oracle.marks, np.int32) if self.judged else next(iter(marks.values()))
+        for path, array in marks.items():
+            self._compare("commit", path, {"marks": array}, {"marks": expected})
 
     def _compare_tables(self, action: str) -> None:
         expected = self._oracle_table() if self.judged else None
