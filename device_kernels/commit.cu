@@ -4,13 +4,11 @@
 // often it arrives. A state stands in one row only (MetadataService.set_batch refuses duplicates), so no two threads share one.
 // With a mailbox the step leaves a record of its rows; with a ready queue the block that ends last puts waiting sequences into the
 // batch rows of finished ones. Rows that went through a boundary of snapshots are marked.
+#include "block.cuh"
 #include "results.cuh"
 
 using namespace zos;
 
-constexpr int WARP = 32;
-constexpr int MAX_WARPS = 32;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int RECORD_INT4S = 4;
 constexpr int COUNTER_STALE = 0, COUNTER_DUPLICATE = 1, COUNTER_ERRORS = 3;
 
@@ -134,39 +132,6 @@ __device__ __forceinline__ void write_outcome(const Params& p, int* record, int 
         tokens[j] = j < outcome.kept ? p.kept_tokens[static_cast<long long>(row) * p.tokens_per_step + j] : -1;
 }
 
-// Whether this block is the last to end; what the others wrote is then visible. The launch after finds the count at 0 again.
-__device__ bool ends_last(const Params& p) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (gridDim.x == 1) return true;
-    if (threadIdx.x == 0) {
-        auto* done = reinterpret_cast<unsigned long long*>(p.batch_state + BLOCKS_DONE);
-        last = atomicAdd(done, 1ull) == gridDim.x - 1;
-        if (last) *done = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    return last;
-}
-
-// Number of set predicates before this thread, and in the whole block.
-__device__ __forceinline__ int rank_in_block(bool set, int* total) {
-    __shared__ int of_warp[MAX_WARPS];
-    const unsigned votes = __ballot_sync(ALL_LANES, set);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    __syncthreads();  // the array is free again
-    if (lane == 0) of_warp[warp] = __popc(votes);
-    __syncthreads();
-    int rank = __popc(votes & ((1u << lane) - 1));
-    *total = 0;
-    for (int w = 0; w < blockDim.x / WARP; ++w) {
-        if (w < warp) rank += of_warp[w];
-        *total += of_warp[w];
-    }
-    return rank;
-}
-
 // Takes entries off the ready queue until `wanted` of them can run; the whole block. Returns how many there are, first in `taken`.
 // An entry is passed over for good when its sequence is over or of another generation, or stands in the batch already.
 __device__ int take_ready(const Params& p, int wanted, int* taken) {
@@ -271,7 +236,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, 1) commit(const __
 
     int* record = p.results ? p.results + step % p.num_results * p.result_words : nullptr;
     if (record && row < p.num_rows) write_outcome(p, record, row, outcome);
-    if (!ends_last(p)) return;
+    if (!ends_last(p.batch_state + BLOCKS_DONE)) return;
     if (p.ready) refill(p, record);
     if (record) write_header(p, record, step);
 }

@@ -140,6 +140,10 @@ class SwaCache:
         group = [group for group in self.layout.compression for _ in range(group.layers)][layer]
         return self._view(offset, (group.ring.entries, group.entry_bytes), (group.entry_bytes, 1))
 
+    def all_stored(self) -> torch.Tensor:
+        """View the part of every state that an external store keeps: uint8 [num_state_slots, layout.stored_bytes], strided."""
+        return self._view(0, (self.layout.stored_bytes,), (1,))
+
     def stored(self, state_id: int) -> torch.Tensor:
         """View the part of a state that an external store keeps.
 

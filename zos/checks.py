@@ -10,6 +10,7 @@ from device_kernels.decode_metadata import chunk_count
 from device_kernels.entry import DTYPE_NAMES
 from device_kernels.metadata import MAX_COMPRESSIONS
 from host_fallback.mailbox import MAIL_HEADER_WORDS, record_words
+from host_fallback.ring_snapshot import PLAN_WORDS, PROGRESS_WORDS, SLOT_WORDS
 from zos.arguments import INT32_LARGEST, whole_number
 from zos.entry import EntryFormat
 from zos.table import RECORD_WORDS
@@ -333,3 +334,38 @@ def check_swa_ring_load(swa_cache: torch.Tensor, load_plan: torch.Tensor, out: t
         raise ValueError(
             f"Invalid shape of out: expected B * window = {rows * window} rows or more, got {out.shape[-2]}"
         )
+
+
+def check_swa_ring_snapshot(
+    records: torch.Tensor,
+    tickets: torch.Tensor,
+    marks: torch.Tensor,
+    states: torch.Tensor,
+    snapshots: torch.Tensor,
+    slots: torch.Tensor,
+    taken: torch.Tensor,
+    plan: torch.Tensor,
+    progress: torch.Tensor,
+    skipped: torch.Tensor,
+    overshoot: int,
+) -> None:
+    """Raise ValueError unless the arguments of swa_ring_snapshot fit each other."""
+    _expect_table(records, None, 1)
+    device, rows = records.device, tickets.numel() // 4
+    _expect("tickets", tickets, INT32, (rows, 4), device)
+    _expect("marks", marks, INT32, (rows,), device)
+    if snapshots.dim() != 2 or not snapshots.numel():
+        raise ValueError(f"Invalid shape of snapshots: expected [N, state bytes], got {list(snapshots.shape)}")
+    count, state_bytes = snapshots.shape
+    _expect("snapshots", snapshots, torch.uint8, (count, state_bytes), device)
+    least = max(1, records.shape[0])
+    if states.dim() != 2 or states.shape[0] < least or states.shape[1] != state_bytes:
+        expected = f"[{least} or more, {state_bytes}]"
+        raise ValueError(f"Invalid shape of states: expected {expected}, got {list(states.shape)}")
+    _expect("states", states[0], torch.uint8, (state_bytes,), device)
+    _expect("slots", slots, INT64, (count, SLOT_WORDS), device)
+    _expect("taken", taken, INT64, (count,), device)
+    _expect("plan", plan, INT64, (count, PLAN_WORDS), device)
+    _expect("progress", progress, INT64, (PROGRESS_WORDS,), device)
+    _expect("skipped", skipped, INT64, (1,), device)
+    whole_number("overshoot", overshoot, 0)

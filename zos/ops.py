@@ -29,6 +29,13 @@ commit
     state is worth a snapshot, or -1; window and ring, which say whether it still is whole.
 publish_results
     results, results_state, mailbox int32 [M, 8 + words]: (head, tail, checksum, payload words, -, -), then the payload.
+swa_ring_snapshot
+    records, tickets int32 [B, 4] and marks int32 [B] as commit left them (marks become -1), states uint8 [S or more, bytes] (rows
+    strided), snapshots uint8 [N, bytes]: marked rows, in row order, get the free slots, lowest first. slots int64 [N, 8], seen by
+    both sides: (number of the snapshot there, number that the host has given back, state_id, generation, boundary, head, check
+    word, -); a slot is free while taken int64 [N], the numbers last given, is what was given back. plan int64 [N, 6], workspace;
+    progress int64 [4]: snapshots so far, marks skipped so far, workspace; skipped int64 [1]: the second for the host; overshoot:
+    a mark is skipped, too, if its state is of another generation or its head further past the boundary.
 apply_table_edits
     records, token_ids, batches int32 [batch rows, max_batch], edits int32 [buffers, words] (see `zos.edits`), batch_states int64
     [batch rows, 8], ready int32 [batch rows, K, 2] or None, applied int64 [1]: launches so far, whose remainder by the number of
@@ -48,6 +55,7 @@ import device_kernels.decode_metadata
 import device_kernels.mailbox
 import device_kernels.prefill_metadata
 import device_kernels.ring_load
+import device_kernels.ring_snapshot
 import device_kernels.ring_store
 import device_kernels.table_edits
 import host_fallback.commit
@@ -55,6 +63,7 @@ import host_fallback.decode_metadata
 import host_fallback.mailbox
 import host_fallback.prefill_metadata
 import host_fallback.ring_load
+import host_fallback.ring_snapshot
 import host_fallback.ring_store
 import host_fallback.table_edits
 from zos import checks
@@ -67,6 +76,7 @@ KERNELS = (
     *device_kernels.mailbox.KERNELS,
     *device_kernels.ring_store.KERNELS,
     *device_kernels.ring_load.KERNELS,
+    *device_kernels.ring_snapshot.KERNELS,
 )
 
 _LIBRARY = torch.library.Library("zos", "DEF")
@@ -188,6 +198,13 @@ _define(
     checks.check_swa_ring_store,
     host_fallback.ring_store.swa_ring_store,
     device_kernels.ring_store.swa_ring_store,
+)
+_define(
+    "swa_ring_snapshot(Tensor records, Tensor tickets, Tensor(a!) marks, Tensor states, Tensor(b!) snapshots, "
+    "Tensor(c!) slots, Tensor(d!) taken, Tensor(e!) plan, Tensor(f!) progress, Tensor(g!) skipped, int overshoot) -> ()",
+    checks.check_swa_ring_snapshot,
+    host_fallback.ring_snapshot.swa_ring_snapshot,
+    device_kernels.ring_snapshot.swa_ring_snapshot,
 )
 _define(
     "swa_ring_load(Tensor swa_cache, Tensor load_plan, Tensor(a!) out, int window) -> ()",

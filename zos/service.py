@@ -21,6 +21,7 @@ from zos.geometry import CompressionRing, RingGeometry
 from zos.mailbox import StepRecord, parsed
 from zos.mapped import shared_zeros
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
+from zos.snapshots import SnapshotPool
 from zos.streams import StreamOrder
 from zos.table import SequenceTable
 
@@ -100,6 +101,7 @@ class MetadataService(BatchEdits):
         self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
         self._replays = 0  # graphs replayed
+        self._snapshots: SnapshotPool | None = None
 
         table = SequenceTable(self.capacity, step, carry_tokens, self.device)
         # int32 [2 * slots + 1, max_batch]: state ids by row, of each slot's decode batch, then of each slot's prefill batch; the
@@ -262,12 +264,28 @@ class MetadataService(BatchEdits):
             self.geometry.window,
             self.geometry.ring,
         )
+        if self._snapshots is not None:
+            self._snapshots.snapshot(metadata)
         if not capturing:
             if slot is not None:
                 self._count_launched(metadata.slot, 1, prefill)
             if mailbox is not None:
                 mailbox.publish()
         self._order.mark()
+
+    def attach_snapshots(self, pool: SnapshotPool) -> None:
+        """Let every commit from now on, in any slot, copy the states that it marks into a free slot of `pool`.
+
+        A graph captured before takes no snapshots.
+
+        Raises
+        ------
+        ValueError
+            The pool was made for another service.
+        """
+        if pool.table is not self.table:
+            raise ValueError("pool was made for another MetadataService")
+        self._snapshots = pool
 
     def flush(self) -> None:
         """Apply what is staged now, in one launch on the current stream; nothing staged, nothing launched.
@@ -454,6 +472,11 @@ class MetadataService(BatchEdits):
         metadata.launch_prepare()
 
     # ---- looking at it ---------------------------------------------------------------------------------------------------------
+
+    @property
+    def stream_order(self) -> StreamOrder:
+        """Order of the service's launches, for one that must keep it: `join` before it, `mark` after it."""
+        return self._order
 
     def check(self) -> None:
         """Wait for the device and raise DeviceStateError, naming every state in error with field, value and rule."""
