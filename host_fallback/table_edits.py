@@ -12,7 +12,7 @@ from numba import njit
 from host_fallback.ring import ERROR, FREE, INT32_LARGEST, LIVE, NO_ERROR, PAUSED, next_seqlen_q
 
 EDIT_WORDS = 16
-ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START, APPEND_READY = range(1, 9)  # 0: no edit
+ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START, APPEND_READY, FORK = range(1, 10)  # 0: no edit
 SET_BATCH, SET_APPENDED = range(2)  # kinds of batch edits
 NUM_EDITS, NUM_BATCHES, HEADER_WORDS = 0, 1, 16  # words of a buffer
 VERSION, REFUSED, TAKEN, APPENDED = range(4)
@@ -63,6 +63,18 @@ def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill
 
 
 @njit(cache=True, error_model="numpy")
+def _fork(records, token_ids, state_id, source):
+    """Copy all that the table holds of the source, but for the generation."""
+    if not 0 <= source < records.shape[0]:
+        return
+    generation = records[state_id, 6]
+    records[state_id] = records[source]
+    records[state_id, 6] = generation + 1
+    if token_ids.size > 0:
+        token_ids[state_id] = token_ids[source]
+
+
+@njit(cache=True, error_model="numpy")
 def _apply_batch_edit(batches, batch_states, edit, buffer):
     """Set a batch, where it changed as often as expected, or the number of entries appended to its ready queue."""
     row = np.int64(edit[0])
@@ -110,6 +122,9 @@ def _apply(
         edit = rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
         if not 0 <= edit[0] < records.shape[0]:
             continue  # skipped, as everything that would read or write outside
+        if edit[1] == FORK:
+            _fork(records, token_ids, edit[0], edit[2])
+            continue
         tokens = token_ids[edit[0]] if token_ids.size > 0 else nobody
         _apply_edit(records[edit[0]], tokens, edit, words, ready, tokens_per_step, max_prefill_tokens, snapshot_every)
     for i in range(num_edits, num_edits + num_batches):

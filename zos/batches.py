@@ -12,9 +12,9 @@ from zos.arguments import INT32_LARGEST, whole_number
 from zos.bounds import SequenceBounds
 from zos.buffers import DecodeBuffers, PrefillBuffers
 from zos.edits import ANY_VERSION, StagedEdits
+from zos.forks import SequenceForks
 from zos.geometry import CompressionRing, RingGeometry
 from zos.mailbox import Mailbox, StepRecord
-from zos.sequences import SequenceEdits
 from zos.table import SequenceTable
 
 DEFAULT_RECORDS = 64
@@ -53,7 +53,7 @@ class MetadataSlot:
         return states[states >= 0]
 
 
-class BatchEdits(SequenceEdits):
+class BatchEdits(SequenceForks):
     """What a service lets the host say about batches.
 
     Parameters

@@ -53,9 +53,8 @@ class SequenceEdits:
         self._edits = edits
         self._bounds = bounds
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
-        self._lives = [
-            0
-        ] * table.capacity  # times that each state was admitted, reset or released, staged calls included
+        # Times that each state was admitted, forked into, reset or released, staged calls included
+        self._lives = [0] * table.capacity
 
     def admit(
         self,

@@ -15,7 +15,7 @@ from zos.arguments import whole_number
 from zos.batches import BatchEdits
 from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
 from zos.devices import resolve_device
-from zos.edits import LIFE_EDITS, StagedEdits
+from zos.edits import LIFE_EDITS, StagedEdits, is_forks
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
 from zos.mailbox import StepRecord, parsed
@@ -336,6 +336,8 @@ class MetadataService(BatchEdits):
             self._edits.unpack(packed)
             raise
         edits, batches = packed
+        if is_forks(edits):
+            self._copy_states(edits)
         if self._bounds.edits_staged:
             self._bounds.edits_launched(sum(edit.kind in LIFE_EDITS for edit in edits))
         for batch_row, (ids, _) in batches.items():

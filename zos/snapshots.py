@@ -22,7 +22,7 @@ from host_fallback.ring_snapshot import (
     check_word,
 )
 from zos.arguments import whole_number
-from zos.cache import SwaCache
+from zos.cache import SwaCache, check_holds
 from zos.mapped import shared_zeros
 from zos.metadata import StepMetadata
 
@@ -80,7 +80,7 @@ class SnapshotPool:
     def __init__(self, service: MetadataService, cache: SwaCache, num_snapshots: int) -> None:
         if not service.snapshot_every:
             raise ValueError("service was made with snapshot_every=0: it marks nothing to snapshot")
-        check_cache(service, cache)
+        check_holds(cache, service.device, service.geometry, service.capacity)
         if not cache.layout.stored_bytes:
             raise ValueError("cache has stored_layers=0: there is nothing to store")
         count = whole_number("num_snapshots", num_snapshots, 1)
@@ -192,13 +192,3 @@ class SnapshotPool:
     def _check_held(self, snapshot: Snapshot) -> None:
         if self._held.get(snapshot.slot) != snapshot:
             raise ValueError(f"{snapshot} is not held: it was freed, or is of another pool")
-
-
-def check_cache(service: MetadataService, cache: SwaCache) -> None:
-    """Raise ValueError unless a cache can hold the states of a service."""
-    if cache.device != service.device:
-        raise ValueError(f"cache is on {cache.device}, but the service on {service.device}")
-    if cache.layout.geometry != service.geometry:
-        raise ValueError(f"cache has rings for {cache.layout.geometry}, but the service {service.geometry}")
-    if cache.num_state_slots < service.capacity:
-        raise ValueError(f"cache has num_state_slots={cache.num_state_slots}, fewer than capacity={service.capacity}")

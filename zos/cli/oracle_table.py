@@ -146,6 +146,12 @@ class OracleTable:
         """Declare ring positions below it missing."""
         self.records[state_id]["swa_valid_start"] = swa_valid_start
 
+    def fork(self, src: int, dst: int) -> None:
+        """Make `dst` what `src` is; its generation rises as with every life, and the error is the copy's too."""
+        self.records[dst] = {**self.records[src], "generation": self.records[dst]["generation"] + 1}
+        if self.token_ids is not None:
+            self.token_ids[dst] = list(self.token_ids[src])
+
     # ---- columns -------------------------------------------------------------------------------------------
 
     def _next_seqlen_q(self, record: Record) -> int:
