@@ -3,14 +3,12 @@
 // What a row was is read from its ticket, never from the current batch, so a result counts once, in whatever order and however
 // often it arrives. A state stands in one row only (MetadataService.set_batch refuses duplicates), so no two threads share one.
 // With a mailbox the step leaves a record of its rows; with a ready queue the block that ends last puts waiting sequences into the
-// batch rows of finished ones.
+// batch rows of finished ones. Rows that went through a boundary of snapshots are marked.
+#include "block.cuh"
 #include "results.cuh"
 
 using namespace zos;
 
-constexpr int WARP = 32;
-constexpr int MAX_WARPS = 32;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int RECORD_INT4S = 4;
 constexpr int COUNTER_STALE = 0, COUNTER_DUPLICATE = 1, COUNTER_ERRORS = 3;
 
@@ -28,6 +26,7 @@ struct Params {
     int* results;                  // [num_results, result_words] or null: record n at n % num_results
     long long* results_state;      // [2]: records committed, records published
     const long long* kept_tokens;  // [num_rows, tokens_per_step] or null
+    int* marks;                    // [num_rows] or null: boundary at which the row's state is worth a snapshot, -1 for none
     long long result_words;
     int capacity;
     int num_rows;
@@ -37,6 +36,9 @@ struct Params {
     int num_ready;
     int num_results;
     int prefill;
+    int snapshot_every;            // boundaries are its multiples; 0: there are none
+    int window;
+    int ring;
 };
 
 enum BatchState { VERSION = 0, REFUSED = 1, TAKEN = 2, APPENDED = 3, BLOCKS_DONE = 4 };
@@ -56,6 +58,7 @@ __device__ __forceinline__ Outcome commit_row(const Params& p, int row) {
     const int4 ticket = p.tickets[row];
     int kept = p.num_kept[row];  // these loads do not wait for the ticket
     const bool asked_to_finish = p.finished && p.finished[row];
+    if (p.marks) p.marks[row] = -1;
     const int state_id = ticket.x, q = ticket.w;
     if (q <= 0 || static_cast<unsigned>(state_id) >= static_cast<unsigned>(p.capacity)) {
         if (state_id != -1) return {-1, 0, 0, 0, 0};
@@ -98,7 +101,8 @@ __device__ __forceinline__ Outcome commit_row(const Params& p, int row) {
     head.z += kept;
     const bool prompt_complete = head.z >= head.w;
     if (prefilling)
-        head.y = next_seqlen_q(head.z, head.w, course.z, course.w, p.tokens_per_step, p.max_prefill_tokens);
+        head.y = next_seqlen_q(head.z, head.w, course.z, course.w, p.tokens_per_step, p.max_prefill_tokens, p.snapshot_every);
+    if (p.marks) p.marks[row] = snapshot_boundary(ticket.z, head.z, course.x, tail.x, p.window, p.ring, p.snapshot_every);
     const bool at_stop = course.y > 0 && head.z >= course.y;
     if (at_stop || (prompt_complete && asked_to_finish)) head.x = FINISHED;
     if (prompt_complete && p.next_tokens) {
@@ -126,39 +130,6 @@ __device__ __forceinline__ void write_outcome(const Params& p, int* record, int 
     long long* tokens = reinterpret_cast<long long*>(rows + ROW_WORDS * p.num_rows) + static_cast<long long>(row) * p.tokens_per_step;
     for (int j = 0; j < p.tokens_per_step; ++j)
         tokens[j] = j < outcome.kept ? p.kept_tokens[static_cast<long long>(row) * p.tokens_per_step + j] : -1;
-}
-
-// Whether this block is the last to end; what the others wrote is then visible. The launch after finds the count at 0 again.
-__device__ bool ends_last(const Params& p) {
-    __shared__ bool last;
-    __threadfence();
-    __syncthreads();
-    if (gridDim.x == 1) return true;
-    if (threadIdx.x == 0) {
-        auto* done = reinterpret_cast<unsigned long long*>(p.batch_state + BLOCKS_DONE);
-        last = atomicAdd(done, 1ull) == gridDim.x - 1;
-        if (last) *done = 0;
-    }
-    __syncthreads();
-    __threadfence();
-    return last;
-}
-
-// Number of set predicates before this thread, and in the whole block.
-__device__ __forceinline__ int rank_in_block(bool set, int* total) {
-    __shared__ int of_warp[MAX_WARPS];
-    const unsigned votes = __ballot_sync(ALL_LANES, set);
-    const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-    __syncthreads();  // the array is free again
-    if (lane == 0) of_warp[warp] = __popc(votes);
-    __syncthreads();
-    int rank = __popc(votes & ((1u << lane) - 1));
-    *total = 0;
-    for (int w = 0; w < blockDim.x / WARP; ++w) {
-        if (w < warp) rank += of_warp[w];
-        *total += of_warp[w];
-    }
-    return rank;
 }
 
 // Takes entries off the ready queue until `wanted` of them can run; the whole block. Returns how many there are, first in `taken`.
@@ -266,7 +237,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, 1) commit(const __
 
     int* record = p.results ? p.results + step % p.num_results * p.result_words : nullptr;
     if (record && row < p.num_rows) write_outcome(p, record, row, outcome);
-    if (!ends_last(p)) return;
+    if (!ends_last(p.batch_state + BLOCKS_DONE)) return;
     if (p.ready) refill(p, record);
     if (record) write_header(p, record, step);
 }

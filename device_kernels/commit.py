@@ -13,7 +13,7 @@ THREADS = 64  # small blocks: a batch of 256 rows spreads over four multiprocess
 MOST_THREADS = 1024  # of the one block that a step with a record or a refill gets, unless it has more rows
 WARP = 32
 
-_COMMIT = Kernel("commit", "commit", "13P" + "q" + "8i", overlaps=True)
+_COMMIT = Kernel("commit", "commit", "14P" + "q" + "11i", overlaps=True)
 KERNELS = (_COMMIT,)
 
 
@@ -34,6 +34,10 @@ def bind_commit(
     results_state: torch.Tensor | None = None,
     kept_tokens: torch.Tensor | None = None,
     prefill: bool = False,
+    marks: torch.Tensor | None = None,
+    snapshot_every: int = 0,
+    window: int = 0,
+    ring: int = 0,
 ) -> Callable[[], None]:
     """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them."""
     num_rows = tickets.shape[0]
@@ -59,6 +63,7 @@ def bind_commit(
         pointer(results),
         pointer(results_state),
         pointer(kept_tokens),
+        pointer(marks),
         0 if results is None else results.shape[1],
         records.shape[0],
         num_rows,
@@ -68,6 +73,9 @@ def bind_commit(
         0 if ready is None else ready.shape[0],
         0 if results is None else results.shape[0],
         prefill,
+        snapshot_every,
+        window,
+        ring,
     )
 
 

@@ -212,10 +212,25 @@ ZOS_HD int kept_before_stop(int kept, int q_start, int stop_at) {
     return stop_at > 0 ? larger(0, smaller(kept, stop_at - q_start)) : kept;
 }
 
-// seqlen_q of the step that starts at q_start: the next chunk while prefilling, then decode steps. A 0 takes the default.
-ZOS_HD int next_seqlen_q(int q_start, int prompt_end, int chunk_q, int decode_q, int tokens_per_step, int max_prefill_tokens) {
-    if (q_start < prompt_end) return smaller(chunk_q > 0 ? chunk_q : max_prefill_tokens, prompt_end - q_start);
-    return decode_q > 0 ? decode_q : tokens_per_step;
+// Tokens (1 .. snapshot_every) from q_start to the next boundary: to the next multiple of snapshot_every, which is not 0 here.
+ZOS_HD int until_boundary(int q_start, int snapshot_every) { return snapshot_every - q_start % snapshot_every; }
+
+// seqlen_q of the step that starts at q_start: the next chunk while prefilling, then decode steps. A 0 takes the default; no chunk
+// passes a boundary.
+ZOS_HD int next_seqlen_q(int q_start, int prompt_end, int chunk_q, int decode_q, int tokens_per_step, int max_prefill_tokens,
+                         int snapshot_every) {
+    if (q_start >= prompt_end) return decode_q > 0 ? decode_q : tokens_per_step;
+    const int chunk = smaller(chunk_q > 0 ? chunk_q : max_prefill_tokens, prompt_end - q_start);
+    return snapshot_every > 0 ? smaller(chunk, until_boundary(q_start, snapshot_every)) : chunk;
+}
+
+// The last boundary in (before, after], which a step's q_start went through, or -1 where there is none or a ring no longer holds all
+// that a query from there on sees: `head` has overwritten some of it, or it was missing from the start.
+ZOS_HD int snapshot_boundary(int before, int after, int head, int valid_start, int window, int ring, int snapshot_every) {
+    if (snapshot_every <= 0) return -1;
+    const int boundary = after - after % snapshot_every;
+    const bool whole = head - boundary <= ring - window && valid_start <= window_begin(boundary, window, 0);
+    return boundary > larger(before, 0) && whole ? boundary : -1;
 }
 
 }  // namespace zos

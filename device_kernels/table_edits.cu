@@ -15,7 +15,7 @@ constexpr int STAGED_ROWS = 256;  // rows of a buffer that are brought into shar
 constexpr int EARLY_ROWS = 16;    // of them, those read along with the header: a trip to host memory costs a microsecond
 
 enum HeaderWord { NUM_EDITS = 0, NUM_BATCHES = 1, HEADER_WORDS = 16 };
-enum Edit { ADMIT = 1, RELEASE = 2, RESET = 3, PAUSE = 4, RESUME = 5, SET_SEQLEN_Q = 6, SET_VALID_START = 7, APPEND_READY = 8 };  // 0: none
+enum Edit { ADMIT = 1, RELEASE = 2, RESET = 3, PAUSE = 4, RESUME = 5, SET_SEQLEN_Q = 6, SET_VALID_START = 7, APPEND_READY = 8, FORK = 9 };  // 0: none
 enum BatchEdit { SET_BATCH = 0, SET_APPENDED = 1 };
 enum BatchState { VERSION = 0, REFUSED = 1, TAKEN = 2, APPENDED = 3 };
 
@@ -36,6 +36,7 @@ struct Params {
     int num_ready;
     int tokens_per_step;
     int max_prefill_tokens;
+    int snapshot_every;           // first chunks pass no multiple of it; 0: they may
 };
 
 struct Record {
@@ -52,6 +53,17 @@ __device__ void set_tokens(const Params& p, const int* buffer, int state_id, int
     const long long* tokens = reinterpret_cast<const long long*>(buffer) + (given ? payload_at / 2 : 0);
     for (int j = 0; j < p.tokens_per_step; ++j)
         p.token_ids[static_cast<long long>(state_id) * p.tokens_per_step + j] = given ? tokens[j] : 0;
+}
+
+// All that the table holds of the source, but for the generation.
+__device__ void fork(const Params& p, Record& r, int state_id, int source) {
+    const int4* record = p.records + static_cast<long long>(source) * RECORD_INT4S;
+    const int generation = r.b.z + 1;
+    r = {record[0], record[1], record[2], record[3]};
+    r.b.z = generation;
+    for (int j = 0; p.token_ids && j < p.tokens_per_step; ++j)
+        p.token_ids[static_cast<long long>(state_id) * p.tokens_per_step + j] =
+            p.token_ids[static_cast<long long>(source) * p.tokens_per_step + j];
 }
 
 __device__ void apply_edit(const Params& p, const int* buffer, Record& r, const int* edit) {
@@ -72,7 +84,7 @@ __device__ void apply_edit(const Params& p, const int* buffer, Record& r, const 
             break;
         case RESET:
             if (r.a.x != LIVE && r.a.x != PAUSED && r.a.x != ERROR) break;
-            r.a = {LIVE, next_seqlen_q(0, value, r.c.z, r.c.w, p.tokens_per_step, p.max_prefill_tokens), 0, value};
+            r.a = {LIVE, next_seqlen_q(0, value, r.c.z, r.c.w, p.tokens_per_step, p.max_prefill_tokens, p.snapshot_every), 0, value};
             r.b = {0, 0, r.b.z + 1, NO_ERROR};
             r.c.x = 0;
             r.d.x = 0;
@@ -93,6 +105,9 @@ __device__ void apply_edit(const Params& p, const int* buffer, Record& r, const 
         case APPEND_READY:  // (state_id, APPEND_READY, batch row, place in its queue)
             if (p.ready && value >= 0 && value < p.num_batch_rows && edit[3] >= 0 && edit[3] < p.num_ready)
                 p.ready[value * static_cast<long long>(p.num_ready) + edit[3]] = {state_id, r.b.z};
+            break;
+        case FORK:  // (state_id, FORK, source): the host packs no edit of the source beside it, so nobody writes what is read here
+            if (static_cast<unsigned>(value) < static_cast<unsigned>(p.capacity)) fork(p, r, state_id, value);
             break;
     }
 }

@@ -11,7 +11,7 @@ from device_kernels.module import Kernel, pointer
 
 THREADS = 128
 
-_APPLY = Kernel("table_edits", "apply_table_edits", "8P2q6i", overlaps=True)
+_APPLY = Kernel("table_edits", "apply_table_edits", "8P2q7i", overlaps=True)
 KERNELS = (_APPLY,)
 
 
@@ -26,6 +26,7 @@ def bind_apply_table_edits(
     applied_on_host: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
+    snapshot_every: int = 0,
 ) -> Callable[[], None]:
     """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them."""
     return _APPLY.bind(
@@ -48,6 +49,7 @@ def bind_apply_table_edits(
         0 if ready is None else ready.shape[1],
         tokens_per_step,
         max_prefill_tokens,
+        snapshot_every,
     )
 
 

@@ -20,6 +20,7 @@ from host_fallback.ring import (
     kept_before_stop,
     kept_error,
     next_seqlen_q,
+    snapshot_boundary,
 )
 
 IS_FINISHED, IS_ERROR, IS_STALE, IS_DUPLICATE, IS_DEFERRED, IS_REFILLED = 1, 2, 4, 8, 16, 32
@@ -33,13 +34,30 @@ _NO_BATCH = np.zeros(0, np.int32)
 _NO_STATE = np.zeros(0, np.int64)
 _NO_READY = np.zeros((0, 2), np.int32)
 _NO_RESULTS = np.zeros((0, 0), np.int32)
+_NO_MARKS = np.zeros(0, np.int32)
 
 
 @njit(cache=True, error_model="numpy")
 def _commit_row(
-    records, token_ids, ticket, kept, ends, next_tokens, row, counters, tokens_per_step, max_prefill_tokens, outcome
+    records,
+    token_ids,
+    ticket,
+    kept,
+    ends,
+    next_tokens,
+    row,
+    counters,
+    tokens_per_step,
+    max_prefill_tokens,
+    outcome,
+    marks,
+    snapshot_every,
+    window,
+    ring,
 ):
     """Commit one row; what it came to goes to `outcome` (state_id, generation, q_start, kept, flags)."""
+    if marks.size > 0:
+        marks[row] = -1
     state_id, generation, q_start, q = ticket[0], ticket[1], ticket[2], ticket[3]
     outcome[:] = 0
     if q <= 0 or not 0 <= state_id < records.shape[0]:
@@ -79,7 +97,11 @@ def _commit_row(
     record[8] = max(record[8], q_start + q)
     record[2] = q_start + kept
     if prefilling:
-        record[1] = next_seqlen_q(record[2], prompt_end, record[10], record[11], tokens_per_step, max_prefill_tokens)
+        record[1] = next_seqlen_q(
+            record[2], prompt_end, record[10], record[11], tokens_per_step, max_prefill_tokens, snapshot_every
+        )
+    if marks.size > 0:
+        marks[row] = snapshot_boundary(q_start, record[2], record[8], record[4], window, ring, snapshot_every)
     prompt_complete = record[2] >= prompt_end
     if (stop_at > 0 and record[2] >= stop_at) or (prompt_complete and ends):
         record[0] = FINISHED
@@ -132,6 +154,10 @@ def _commit(
     results_state,
     kept_tokens,
     prefill,
+    marks,
+    snapshot_every,
+    window,
+    ring,
 ):
     rows = tickets.shape[0]
     outcomes = np.zeros((rows if results.size > 0 else 1, 5), np.int32)
@@ -140,7 +166,7 @@ def _commit(
         outcome = outcomes[row if results.size > 0 else 0]
         _commit_row(
             records, token_ids, tickets[row], num_kept[row], ends, next_tokens, row, counters, tokens_per_step,
-            max_prefill_tokens, outcome,
+            max_prefill_tokens, outcome, marks, snapshot_every, window, ring,
         )  # fmt: skip
     refilled = np.zeros(rows, np.bool_)
     if ready.shape[0] > 0:
@@ -191,6 +217,10 @@ def bind_commit(
     results_state: torch.Tensor | None = None,
     kept_tokens: torch.Tensor | None = None,
     prefill: bool = False,
+    marks: torch.Tensor | None = None,
+    snapshot_every: int = 0,
+    window: int = 0,
+    ring: int = 0,
 ) -> Callable[[], None]:
     """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result moves the sequences on."""
     arguments = (
@@ -210,6 +240,10 @@ def bind_commit(
         _NO_STATE if results_state is None else results_state.numpy(),
         _NO_TOKENS if kept_tokens is None else kept_tokens.numpy(),
         bool(prefill),
+        _NO_MARKS if marks is None else marks.numpy(),
+        snapshot_every,
+        window,
+        ring,
     )
     return lambda: _commit(*arguments)
 

@@ -128,11 +128,28 @@ def kept_before_stop(kept, q_start, stop_at):
 
 
 @njit(cache=True, error_model="numpy")
-def next_seqlen_q(q_start, prompt_end, chunk_q, decode_q, tokens_per_step, max_prefill_tokens):
-    """seqlen_q of the step that starts at q_start: the next chunk while prefilling, then decode steps."""
-    if q_start < prompt_end:
-        return min(chunk_q if chunk_q > 0 else max_prefill_tokens, prompt_end - q_start)
-    return decode_q if decode_q > 0 else tokens_per_step
+def until_boundary(q_start, snapshot_every):
+    """Tokens (1 … snapshot_every) from q_start to the next boundary: to the next multiple of snapshot_every, not 0 here."""
+    return snapshot_every - q_start % snapshot_every
+
+
+@njit(cache=True, error_model="numpy")
+def next_seqlen_q(q_start, prompt_end, chunk_q, decode_q, tokens_per_step, max_prefill_tokens, snapshot_every):
+    """seqlen_q of the step that starts at q_start: while prefilling the next chunk, which passes no boundary, then decode steps."""
+    if q_start >= prompt_end:
+        return decode_q if decode_q > 0 else tokens_per_step
+    chunk = min(chunk_q if chunk_q > 0 else max_prefill_tokens, prompt_end - q_start)
+    return min(chunk, until_boundary(q_start, snapshot_every)) if snapshot_every > 0 else chunk
+
+
+@njit(cache=True, error_model="numpy")
+def snapshot_boundary(before, after, head, valid_start, window, ring, snapshot_every):
+    """Last boundary in (before, after], or -1 where there is none or a ring no longer holds all that a query from there on sees."""
+    if snapshot_every <= 0:
+        return -1
+    boundary = after - after % snapshot_every
+    whole = head - boundary <= ring - window and valid_start <= window_begin(boundary, window, 0)
+    return boundary if boundary > max(before, 0) and whole else -1
 
 
 E8M0_NAN = 255

@@ -12,7 +12,7 @@ from numba import njit
 from host_fallback.ring import ERROR, FREE, INT32_LARGEST, LIVE, NO_ERROR, PAUSED, next_seqlen_q
 
 EDIT_WORDS = 16
-ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START, APPEND_READY = range(1, 9)  # 0: no edit
+ADMIT, RELEASE, RESET, PAUSE, RESUME, SET_SEQLEN_Q, SET_VALID_START, APPEND_READY, FORK = range(1, 10)  # 0: no edit
 SET_BATCH, SET_APPENDED = range(2)  # kinds of batch edits
 NUM_EDITS, NUM_BATCHES, HEADER_WORDS = 0, 1, 16  # words of a buffer
 VERSION, REFUSED, TAKEN, APPENDED = range(4)
@@ -22,7 +22,7 @@ _NO_READY = np.zeros((0, 0, 2), np.int32)
 
 
 @njit(cache=True, error_model="numpy")
-def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill_tokens):
+def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill_tokens, snapshot_every):
     """Apply one edit to its state's record and, where it sets them, to the tokens of its next step."""
     kind, value = edit[1], edit[2]
     if kind == ADMIT:
@@ -39,7 +39,9 @@ def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill
         record[0], record[6], record[7], record[12] = FREE, record[6] + 1, NO_ERROR, 0
     elif kind == RESET:
         if record[0] == LIVE or record[0] == PAUSED or record[0] == ERROR:
-            seqlen_q = next_seqlen_q(0, value, record[10], record[11], tokens_per_step, max_prefill_tokens)
+            seqlen_q = next_seqlen_q(
+                0, value, record[10], record[11], tokens_per_step, max_prefill_tokens, snapshot_every
+            )
             record[0], record[1], record[2], record[3] = LIVE, seqlen_q, 0, value
             record[4], record[5], record[6], record[7] = 0, 0, record[6] + 1, NO_ERROR
             record[8], record[12] = 0, 0
@@ -58,6 +60,18 @@ def _apply_edit(record, tokens, edit, words, ready, tokens_per_step, max_prefill
         place = edit[3]
         if 0 <= value < ready.shape[0] and 0 <= place < ready.shape[1]:
             ready[value, place, 0], ready[value, place, 1] = edit[0], record[6]
+
+
+@njit(cache=True, error_model="numpy")
+def _fork(records, token_ids, state_id, source):
+    """Copy all that the table holds of the source, but for the generation."""
+    if not 0 <= source < records.shape[0]:
+        return
+    generation = records[state_id, 6]
+    records[state_id] = records[source]
+    records[state_id, 6] = generation + 1
+    if token_ids.size > 0:
+        token_ids[state_id] = token_ids[source]
 
 
 @njit(cache=True, error_model="numpy")
@@ -95,6 +109,7 @@ def _apply(
     applied_on_host,
     tokens_per_step,
     max_prefill_tokens,
+    snapshot_every,
 ):
     buffer = edits[applied[0] % edits.shape[0]]
     words = buffer.view(np.int64)
@@ -107,8 +122,11 @@ def _apply(
         edit = rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS]
         if not 0 <= edit[0] < records.shape[0]:
             continue  # skipped, as everything that would read or write outside
+        if edit[1] == FORK:
+            _fork(records, token_ids, edit[0], edit[2])
+            continue
         tokens = token_ids[edit[0]] if token_ids.size > 0 else nobody
-        _apply_edit(records[edit[0]], tokens, edit, words, ready, tokens_per_step, max_prefill_tokens)
+        _apply_edit(records[edit[0]], tokens, edit, words, ready, tokens_per_step, max_prefill_tokens, snapshot_every)
     for i in range(num_edits, num_edits + num_batches):
         _apply_batch_edit(batches, batch_states, rows[i * EDIT_WORDS : (i + 1) * EDIT_WORDS], buffer)
     applied[0] += 1
@@ -126,6 +144,7 @@ def bind_apply_table_edits(
     applied_on_host: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
+    snapshot_every: int = 0,
 ) -> Callable[[], None]:
     """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result applies the next buffer."""
     arguments = (
@@ -139,6 +158,7 @@ def bind_apply_table_edits(
         applied_on_host.numpy(),
         tokens_per_step,
         max_prefill_tokens,
+        snapshot_every,
     )
     return lambda: _apply(*arguments)
 

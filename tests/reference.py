@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 import zos
-from host_fallback.table_edits import _apply_edit
+from host_fallback.table_edits import FORK, _apply_edit, _fork
 from zos.checks import BATCH_STATE_WORDS, EDIT_WORDS
 from zos.cli.compare import POISON, first_mismatch, poison
 from zos.cli.oracle import Oracle
@@ -106,7 +106,13 @@ def true_q_start(svc: zos.MetadataService) -> np.ndarray:
     records, nothing = as_array(svc.table.records).copy(), np.zeros(0, np.int64)
     for edit in svc._edits._edits:
         row = np.frombuffer(edit.row, np.int32)
-        _apply_edit(records[row[0]], nothing, row, nothing, np.zeros((0, 0, 2), np.int32), 6, svc.max_prefill_tokens)
+        if edit.kind == FORK:
+            _fork(records, nothing, row[0], row[2])
+            continue
+        _apply_edit(
+            records[row[0]], nothing, row, nothing, np.zeros((0, 0, 2), np.int32), 6, svc.max_prefill_tokens,
+            svc.snapshot_every,
+        )  # fmt: skip
     return records[:, 2].astype(np.int64)
 
 

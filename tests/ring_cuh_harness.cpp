@@ -8,11 +8,11 @@ using namespace zos;
 
 int main() {
     char name[64];
-    long long a[6];
+    long long a[7];
     char line[256];
     while (std::fgets(line, sizeof line, stdin)) {
         std::memset(a, 0, sizeof a);
-        std::sscanf(line, "%63s %lld %lld %lld %lld %lld %lld", name, a, a + 1, a + 2, a + 3, a + 4, a + 5);
+        std::sscanf(line, "%63s %lld %lld %lld %lld %lld %lld %lld", name, a, a + 1, a + 2, a + 3, a + 4, a + 5, a + 6);
         const auto i = [&](int k) { return static_cast<int>(a[k]); };
         const auto is = [&](const char* other) { return std::strcmp(name, other) == 0; };
         int result;
@@ -29,7 +29,9 @@ int main() {
         else if (is("row_error_value")) result = row_error_value(i(0), i(1), i(2), i(3));
         else if (is("kept_error")) result = kept_error(i(0), i(1), i(2));
         else if (is("kept_before_stop")) result = kept_before_stop(i(0), i(1), i(2));
-        else if (is("next_seqlen_q")) result = next_seqlen_q(i(0), i(1), i(2), i(3), i(4), i(5));
+        else if (is("next_seqlen_q")) result = next_seqlen_q(i(0), i(1), i(2), i(3), i(4), i(5), i(6));
+        else if (is("until_boundary")) result = until_boundary(i(0), i(1));
+        else if (is("snapshot_boundary")) result = snapshot_boundary(i(0), i(1), i(2), i(3), i(4), i(5), i(6));
         else if (is("history_padding")) result = history_padding(i(0), i(1), i(2));
         else if (is("overwritten")) result = overwritten(i(0), i(1), i(2));
         else if (is("e8m0_round_up")) result = e8m0_round_up(static_cast<unsigned>(a[0]));

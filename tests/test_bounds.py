@@ -18,7 +18,7 @@ from zos.bounds import SequenceBounds
 from zos.metadata import StepMetadata
 
 CAPACITY, ROWS, SLOTS, PROMPT = 7, 3, 2, 24
-HISTORIES, CALLS = 600, 45
+HISTORIES, CALLS = 800, 45
 
 
 def check(svc: zos.MetadataService, exact: bool = False) -> None:
@@ -115,6 +115,12 @@ class _History:
             self.svc.release(state_id)
             self.in_use.remove(state_id)
 
+    def fork(self) -> None:
+        src, dst = self.one_of(self.in_use), self.one_of(set(range(CAPACITY)) - self.in_use)
+        if src is not None and dst is not None:
+            self.svc.fork(src, dst)
+            self.in_use.add(dst)
+
     def reset(self) -> None:
         state_id = self.one_of(self.in_use)
         if state_id is not None:
@@ -203,8 +209,9 @@ class _History:
                 self.lost = True
 
 
-CHANCES = {"admit": 4, "release": 2, "reset": 3, "pause": 1, "resume": 1, "set_batch": 3, "set_prefill_batch": 1, "set_ready": 2,
-           "flush": 2, "prepare": 2, "prepare_prefill": 1, "commit": 3, "step": 6, "replay": 2, "poll": 3}  # fmt: skip
+CHANCES = {"admit": 4, "fork": 3, "release": 3, "reset": 3, "pause": 1, "resume": 1, "set_batch": 3, "set_prefill_batch": 1,
+           "set_ready": 2, "flush": 2, "prepare": 2, "prepare_prefill": 1, "commit": 3, "step": 6, "replay": 2,
+           "poll": 3}  # fmt: skip
 CALL_NAMES = list(CHANCES)
 CALL_CHANCES = np.array(list(CHANCES.values())) / sum(CHANCES.values())
 

@@ -64,9 +64,11 @@ def test_opcheck_commit_and_edits(device: str) -> None:
         torch.zeros(2, dtype=torch.int64, device=device),
     )
     results = torch.zeros(4, 16 + 18 * 4, dtype=torch.int32, device=device)
+    marks = torch.zeros(4, dtype=torch.int32, device=device)
     arguments = (*table, operands["tickets"], kept, kept > 1, tokens, operands["counters"], 6, 8192)
     torch.library.opcheck(
-        torch.ops.zos.commit.default, (*arguments, batch, state, ready, results, numbers, tokens, False)
+        torch.ops.zos.commit.default,
+        (*arguments, batch, state, ready, results, numbers, tokens, False, marks, 2, 128, 134),
     )
     mailbox = torch.zeros(4, 8 + results.shape[1], dtype=torch.int32, device=device)
     torch.library.opcheck(torch.ops.zos.publish_results.default, (results, numbers.fill_(0), mailbox))

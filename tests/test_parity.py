@@ -188,6 +188,7 @@ def test_a_chunk_that_counts_twice_is_a_mismatch(monkeypatch: pytest.MonkeyPatch
     def wrong(service: MetadataService, metadata: StepMetadata, *arguments: Any) -> None:
         q_start, tickets = service.table.q_start.clone(), metadata.tickets.clone()
         commit(service, metadata, *arguments)
+        marks = metadata.marks.clone()
         states = tickets[:, 0].clamp(min=0).long()
         moved = (service.table.q_start != q_start)[states] & (service.table.phase[states] == Phase.LIVE)
         chunks = moved & (tickets[:, 3] > service.geometry.tokens_per_step)
@@ -195,6 +196,7 @@ def test_a_chunk_that_counts_twice_is_a_mismatch(monkeypatch: pytest.MonkeyPatch
         metadata.tickets[~chunks, 0] = -1
         commit(service, metadata, tickets[:, 3].contiguous())
         metadata.tickets.copy_(tickets)
+        metadata.marks.copy_(marks)
 
     monkeypatch.setattr(MetadataService, "commit", wrong)
     assert re.match("(commit|repeat): cpu: records: .* first at", first_mismatch(seed))

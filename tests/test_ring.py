@@ -39,10 +39,21 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "row_error_value": lambda error, q, start, valid: {1: q, 6: q, 3: valid, 4: valid}.get(error, start),
     "kept_error": lambda kept, q, step: (8 if kept != q else 0) if q > step else (0 if 0 <= kept <= q else 7),
     "kept_before_stop": lambda kept, start, stop: max(0, min(kept, stop - start)) if stop > 0 else kept,
-    "next_seqlen_q": lambda start, end, chunk, decode, step, most: (
-        min(chunk or most, end - start) if start < end else decode or step
+    "until_boundary": lambda start, every: next(n for n in range(1, every + 1) if (start + n) % every == 0),
+    "next_seqlen_q": lambda start, end, chunk, decode, step, most, every: (
+        min(chunk or most, end - start, *([every - start % every] if every else [])) if start < end else decode or step
+    ),
+    "snapshot_boundary": lambda before, after, head, valid, window, ring, every: expected_boundary(
+        before, after, head, valid, window, ring, every
     ),
 }
+
+
+def expected_boundary(before: int, after: int, head: int, valid: int, window: int, ring: int, every: int) -> int:
+    """The last boundary that was come to, if the window before it is all in the ring: not missing, not overwritten."""
+    boundary = max((b for b in range(max(before, 0) + 1, after + 1) if every and b % every == 0), default=-1)
+    whole = max(boundary - window + 1, 0) >= valid and boundary - window >= head - ring
+    return boundary if whole else -1
 
 
 def expected_error(phase: int, q: int, start: int, prompt_end: int, valid: int, limit: int) -> int:
@@ -69,6 +80,7 @@ def cases(name: str, rng: random.Random) -> tuple[int, ...]:
     any_int = rng.choice((0, 1, -1, LARGEST, -(2**31), rng.randrange(-(2**31), 2**31)))
     valid = rng.choice((0, position, rng.randrange(position + 1)))
     step, q = rng.randrange(1, 18), rng.randrange(-2, 20)
+    every = rng.choice((0, 1, 7, 128, 512, rng.randrange(1, 40)))
     q_start = max(0, position - rng.randrange(8))
     begin = max(position - window + 1, min(valid, q_start), 0)
     divisor = rng.choice(
@@ -99,7 +111,13 @@ def cases(name: str, rng: random.Random) -> tuple[int, ...]:
         "kept_before_stop": (rng.randrange(1, 7), position, rng.choice((0, position, min(LARGEST, position + 3), max(0, any_int)))),
         "next_seqlen_q": (
             position, rng.choice((0, position, min(LARGEST, position + 9), LARGEST)),
-            rng.choice((0, 5)), rng.choice((0, 2)), step, 64,
+            rng.choice((0, 5)), rng.choice((0, 2)), step, 64, every,
+        ),
+        "until_boundary": (position, every or 1),
+        "snapshot_boundary": (
+            q_start, min(LARGEST, q_start + rng.choice((1, step, rng.randrange(1, 300)))),
+            min(LARGEST, position + rng.choice((0, step, ring - window, rng.randrange(300)))),
+            rng.choice((valid, max(0, position - window + rng.randrange(-2, 3)))), window, ring, every,
         ),
     }[name]  # fmt: skip
 

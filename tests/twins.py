@@ -69,6 +69,7 @@ class Twins:
             tokens_per_step=geometry.tokens_per_step,
             max_prefill_tokens=self.svc.max_prefill_tokens,
             carry_tokens=self.svc.table.token_ids is not None,
+            snapshot_every=self.svc.snapshot_every,
         )
         self._host_knows = True  # how far sequences are: nobody else has written to the table
         self.slots = [OracleSlot(self.oracle, max_batch) for _ in range(slots)]
@@ -153,6 +154,8 @@ class Twins:
             ),
         )
         self.slots[step.slot].commit(step.tickets, num_kept, ends, next_tokens, kept_tokens, step.prefill_batch)
+        if step.metadata.marks is not None:
+            assert_bitwise_equal(step.metadata.marks, np.array(self.oracle.marks, np.int32), "marks")
 
     def step(self, finish: Sequence[int] = (), slot: int = 0) -> None:
         """Run a decode step in which every row keeps a token, and the states `finish` end."""

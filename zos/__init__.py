@@ -20,6 +20,7 @@ from zos.mailbox import Mailbox, StepRecord
 from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.requests import Request, RequestState
 from zos.service import MetadataService
+from zos.snapshots import Snapshot, SnapshotPool
 from zos.steps import StepResult
 from zos.table import ErrorCode, Phase, SequenceTable
 
@@ -48,6 +49,8 @@ __all__ = [
     "RequestState",
     "RingGeometry",
     "SequenceTable",
+    "Snapshot",
+    "SnapshotPool",
     "StateSlotAllocator",
     "StateSlotLayout",
     "StepRecord",

@@ -12,9 +12,9 @@ from zos.arguments import INT32_LARGEST, whole_number
 from zos.bounds import SequenceBounds
 from zos.buffers import DecodeBuffers, PrefillBuffers
 from zos.edits import ANY_VERSION, StagedEdits
+from zos.forks import SequenceForks
 from zos.geometry import CompressionRing, RingGeometry
 from zos.mailbox import Mailbox, StepRecord
-from zos.sequences import SequenceEdits
 from zos.table import SequenceTable
 
 DEFAULT_RECORDS = 64
@@ -53,7 +53,7 @@ class MetadataSlot:
         return states[states >= 0]
 
 
-class BatchEdits(SequenceEdits):
+class BatchEdits(SequenceForks):
     """What a service lets the host say about batches.
 
     Parameters
@@ -66,6 +66,8 @@ class BatchEdits(SequenceEdits):
         Where a row's tokens stand.
     metadata_slots : int
         Batches that can be in flight at once.
+    snapshot_every : int
+        As SequenceEdits.
     """
 
     def __init__(
@@ -78,9 +80,10 @@ class BatchEdits(SequenceEdits):
         max_batch: int,
         token_layout: str,
         metadata_slots: int,
+        snapshot_every: int,
     ) -> None:
         bounds = SequenceBounds(table.capacity, metadata_slots)
-        super().__init__(table, edits, geometry, max_prefill_tokens, compression, bounds)
+        super().__init__(table, edits, geometry, max_prefill_tokens, compression, bounds, snapshot_every)
         self.max_batch = max_batch
         self.token_layout = token_layout
         self._unlearned: list[tuple[int, StepRecord]] = []  # records read: (slot, record)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
 from zos.mailbox import IS_DUPLICATE, IS_ERROR, IS_FINISHED, IS_STALE, StepRecord
+from zos.origins import Origins
 
 EPOCHS_UNREAD = 64  # runs of steps of a slot that nobody reads which are kept apart before they are summed up
 RESETS_UNSURE = 8  # resets of a state whose effect is not known yet that are kept apart
@@ -17,7 +18,7 @@ COMPACT_AT = 1024  # states that a slot's steps may move are listed more than on
 NEVER = np.iinfo(np.int64).max
 MOVES, FINISHED, IN_ERROR = range(3)  # what a state is known to be: one that steps may move, or else why not
 
-ADMIT, RELEASE, RESET = "admit", "release", "reset"
+ADMIT, RELEASE, RESET, FORK = "admit", "release", "reset", "fork"
 
 
 class _Staged(NamedTuple):
@@ -27,10 +28,11 @@ class _Staged(NamedTuple):
     state_id: int
     q_start: int
     stop_at: int
+    source: int  # state that a FORK copies
 
 
 @dataclass
-class _Epoch:
+class Epoch:
     """Neighbouring steps of a slot that could only move these states."""
 
     states: np.ndarray
@@ -62,6 +64,8 @@ class SequenceBounds:
     A reset leaves a finished sequence as it is, and whether it was finished by then the host may not know yet. Until a record says
     so, both lives count: the one before the reset and the one after.
 
+    A forked state is where its source was: what steps before the fork did to the source, and no record told yet, they did to both.
+
     Parameters
     ----------
     capacity : int
@@ -91,15 +95,16 @@ class SequenceBounds:
         self._launched = [0] * slots
         self._read = [0] * slots
         self._most_epochs = [EPOCHS_UNREAD] * slots
-        self._epochs: list[deque[_Epoch]] = [deque() for _ in range(slots)]
+        self._epochs: list[deque[Epoch]] = [deque() for _ in range(slots)]
+        self._origins = Origins(self._read, self._epochs)
         self._states: dict[tuple[int, bool], np.ndarray] = {}  # (slot, prefill) -> states that its batch may name
         self._prepared: dict[tuple[int, bool], np.ndarray] = {}  # the same, of the last step prepared
 
     # ---- what the service tells ----------------------------------------------------------------------------------------------
 
-    def stage(self, kind: str, state_id: int, q_start: int = 0, stop_at: int = 0) -> None:
-        """An ADMIT, RELEASE or RESET is staged: `bounds` reckons with it."""
-        self._staged.append(_Staged(kind, state_id, q_start, stop_at or NEVER))
+    def stage(self, kind: str, state_id: int, q_start: int = 0, stop_at: int = 0, source: int = -1) -> None:
+        """An ADMIT, RELEASE, RESET or FORK is staged: `bounds` reckons with it."""
+        self._staged.append(_Staged(kind, state_id, q_start, stop_at or NEVER, source))
 
     @property
     def edits_staged(self) -> bool:
@@ -116,6 +121,9 @@ class SequenceBounds:
                 self._admitted[:, edit.state_id] = self._launched
                 self._until[:, edit.state_id] = NEVER
                 self._pasts.pop(edit.state_id, None)
+                self._origins.forget(edit.state_id)
+            elif edit.kind == FORK:
+                self._fork(edit.state_id, edit.source)
             elif edit.kind == RELEASE:
                 self._until[:, edit.state_id] = self._launched
             else:
@@ -158,7 +166,7 @@ class SequenceBounds:
             if epoch.last == before and epoch.states is states and epoch.tokens == tokens:
                 epoch.last = last
                 return
-        epochs.append(_Epoch(states, tokens, before + 1, last))
+        epochs.append(Epoch(states, tokens, before + 1, last))
         if len(epochs) > self._most_epochs[slot]:
             self._sum_up(slot, epochs[0].last)
 
@@ -172,6 +180,7 @@ class SequenceBounds:
         for pasts in self._pasts.values():
             for past in pasts:
                 past.until[slot] = min(past.until[slot], last_step)
+        self._origins.shorten(slot, last_step)
         epochs = self._epochs[slot]
         while epochs and epochs[-1].first > last_step:
             epochs.pop()
@@ -189,9 +198,8 @@ class SequenceBounds:
         while epochs and epochs[0].last <= step:
             epochs.popleft()
         # In the steady state one record is like the one before it but for q_start: then its rows need no other look.
-        looks = (
-            None if self._pasts or record.flags.any() else (record.state_ids.tobytes(), record.generations.tobytes())
-        )
+        plain = not (self._pasts or self._origins or record.flags.any())
+        looks = (record.state_ids.tobytes(), record.generations.tobytes()) if plain else None
         if looks is not None and looks == self._looks[slot]:
             rows, states = self._rows_moved[slot]
             self._known[states] = np.maximum(self._known[states], record.q_start[rows])
@@ -203,7 +211,7 @@ class SequenceBounds:
             self._learn_of_resets(slot, record, rows)
         own = self._since[slot][states] < step
         self._looks[slot] = looks if own.all() else None
-        rows, states = rows[own], states[own]
+        rows, states = self._with_forks(slot, step, rows, states, own) if self._origins else (rows[own], states[own])
         self._rows_moved[slot] = rows, states
         self._known[states] = np.maximum(self._known[states], record.q_start[rows])
         flags = record.flags[rows]
@@ -212,6 +220,8 @@ class SequenceBounds:
         if (flags & (IS_FINISHED | IS_ERROR)).any():
             self._ended[states[(flags & IS_ERROR) != 0]] = IN_ERROR
             self._ended[states[(flags & IS_FINISHED) != 0]] = FINISHED
+        if self._origins:
+            self._origins.settle()
 
     def launched_steps(self, slot: int) -> int:
         """Steps of a slot launched so far."""
@@ -226,6 +236,8 @@ class SequenceBounds:
 
     def bounds(self, states: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(lower, upper) q_start of states, int64 each, once everything staged and launched has run."""
+        asked = len(states)
+        states = self._with_sources(states)
         lower, upper = self._known[states], self._upper()[states]
         sure = lower == upper  # also of what it is: a sequence that no step may have moved has not finished
         if self._pasts:
@@ -237,7 +249,7 @@ class SequenceBounds:
                     sure[place] = False
         if self._staged:
             self._reckon(states, lower, upper, sure)
-        return lower, upper
+        return lower[:asked], upper[:asked]
 
     def _reckon(self, states: np.ndarray, lower: np.ndarray, upper: np.ndarray, sure: np.ndarray) -> None:
         """Apply staged edits to bounds."""
@@ -250,6 +262,10 @@ class SequenceBounds:
             if edit.kind == ADMIT:
                 lower[i] = upper[i] = edit.q_start
                 sure[i], finished[i] = True, False
+            elif edit.kind == FORK:
+                j = place.get(edit.source)
+                if j is not None:  # else nobody asked for a state that comes from this one
+                    lower[i], upper[i], sure[i], finished[i] = lower[j], upper[j], sure[j], finished[j]
             elif edit.kind == RESET and not (sure[i] and finished[i]):
                 lower[i] = 0
                 upper[i] = 0 if sure[i] else upper[i]
@@ -263,13 +279,15 @@ class SequenceBounds:
         for slot, epochs in enumerate(self._epochs):
             for epoch in epochs:
                 moved[epoch.states] += self._steps_of(slot, epoch, epoch.last) * epoch.tokens
+        for state_id in self._origins:
+            moved[state_id] += self._origins.moved(state_id)
         moved[self._ended != MOVES] = 0
         upper: np.ndarray = np.minimum(self._known + moved, self._stop_at)
         return upper
 
     def _upper_of(self, state_id: int) -> int:
         """As `_upper`, of one state."""
-        known, moved = int(self._known[state_id]), int(self._summed[:, state_id].sum())
+        known, moved = int(self._known[state_id]), int(self._summed[:, state_id].sum()) + self._origins.moved(state_id)
         for slot, epochs in enumerate(self._epochs):
             begin, until = max(int(self._since[slot, state_id]), self._read[slot]), int(self._until[slot, state_id])
             for epoch in epochs:
@@ -278,7 +296,7 @@ class SequenceBounds:
                     moved += steps * epoch.tokens
         return min(known + moved, int(self._stop_at[state_id])) if self._ended[state_id] == MOVES else known
 
-    def _steps_of(self, slot: int, epoch: _Epoch, last: int) -> np.ndarray:
+    def _steps_of(self, slot: int, epoch: Epoch, last: int) -> np.ndarray:
         """Steps of an epoch, up to the `last`, that no record was read of and that may have moved each of its states."""
         begin = np.maximum(self._since[slot][epoch.states], max(epoch.first - 1, self._read[slot]))
         end = np.minimum(self._until[slot][epoch.states], min(epoch.last, last))
@@ -310,6 +328,40 @@ class SequenceBounds:
                 pasts[:2] = [_Past(0, max(first.upper, second.upper), second.until, lost)]
             self._pasts[state_id] = pasts
         self._start(state_id, 0)
+        self._origins.reset(state_id)
+
+    def _fork(self, state_id: int, source: int) -> None:
+        """A life begins where that of another state is, after the steps launched so far."""
+        self._start(state_id, int(self._known[source]))
+        self._ended[state_id], self._stop_at[state_id] = self._ended[source], self._stop_at[source]
+        self._pasts.pop(state_id, None)
+        if source in self._pasts:
+            self._pasts[state_id] = [replace(past, until=list(past.until)) for past in self._pasts[source]]
+        before = self._admitted[:, source], self._since[:, source]
+        given_up = self._origins.fork(state_id, source, *before, self._launched)
+        self._summed[:, state_id] = self._summed[:, source] + given_up
+        self._admitted[:, state_id] = self._launched
+        self._until[:, state_id] = NEVER
+        self._origins.settle()
+
+    def _with_forks(
+        self, slot: int, step: int, rows: np.ndarray, states: np.ndarray, own: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """A record's rows that count, and the states that they tell of: their own, and those that come from it by forks."""
+        told = list(zip(rows[own].tolist(), states[own].tolist(), strict=True))
+        for row, state_id in zip(rows.tolist(), states.tolist(), strict=True):
+            told += [(row, forked) for forked in self._origins.moved_with(state_id, slot, step)]
+        both = np.array(told, np.int64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    def _with_sources(self, states: np.ndarray) -> np.ndarray:
+        """States, and behind them others that they come from by forks which are staged."""
+        wanted, sources = set(states.tolist()), []
+        for edit in reversed(self._staged):
+            if edit.kind == FORK and edit.state_id in wanted and edit.source not in wanted:
+                sources.append(edit.source)
+                wanted.add(edit.source)
+        return np.concatenate([states, np.array(sources, np.int64)]) if sources else states
 
     def _settle_resets(self) -> None:
         """A reset has taken effect if no record of the steps before it says that the sequence had finished."""
@@ -326,24 +378,28 @@ class SequenceBounds:
     def _learn_of_resets(self, slot: int, record: StepRecord, rows: np.ndarray) -> None:
         """A sequence that ran on had not finished before; one that finished did not care about later resets."""
         finished = (record.flags[rows] & IS_FINISHED) != 0
-        for row, state_id, ends in zip(rows.tolist(), record.state_ids[rows].tolist(), finished.tolist(), strict=True):
-            pasts = self._pasts.get(state_id)
-            if pasts is None or record.step <= self._admitted[slot, state_id]:
-                continue
-            life = next((i for i, past in enumerate(pasts) if record.step <= past.until[slot]), len(pasts))
-            del pasts[:life]
-            if pasts and ends:
-                self._known[state_id], self._ended[state_id] = record.q_start[row], FINISHED
-                self._summed[:, state_id] = 0
-                pasts.clear()
-            if not pasts:
-                del self._pasts[state_id]
+        for row, named, ends in zip(rows.tolist(), record.state_ids[rows].tolist(), finished.tolist(), strict=True):
+            own = [named] if record.step > self._admitted[slot, named] else []
+            for state_id in own + self._origins.forks_of(named, slot, record.step):
+                pasts = self._pasts.get(state_id)
+                if pasts is None:
+                    continue
+                life = next((i for i, past in enumerate(pasts) if record.step <= past.until[slot]), len(pasts))
+                del pasts[:life]
+                if pasts and ends:
+                    self._known[state_id], self._ended[state_id] = record.q_start[row], FINISHED
+                    self._summed[:, state_id] = 0
+                    pasts.clear()
+                if not pasts:
+                    del self._pasts[state_id]
 
     # ---- steps without a record ------------------------------------------------------------------------------------------------
 
     def _sum_up(self, slot: int, last: int) -> None:
         """Keep what the slot's steps up to `last` may have moved as one number a state, so that their epochs need not be kept."""
         epochs = self._epochs[slot]
+        for state_id in self._origins:
+            self._summed[slot, state_id] += self._origins.moved(state_id, slot, last)
         for epoch in epochs:
             if epoch.first > last:
                 break

@@ -39,6 +39,8 @@ class _StepBuffers(Generic[Metadata]):
         Window, ring and tokens per step.
     compression : tuple of CompressionRing
         Compression rings whose outputs are wanted.
+    marked : bool
+        Whether commit marks rows that are worth a snapshot.
     """
 
     _make: type[Metadata]
@@ -53,6 +55,7 @@ class _StepBuffers(Generic[Metadata]):
         counters: torch.Tensor,
         geometry: RingGeometry,
         compression: tuple[CompressionRing, ...],
+        marked: bool,
     ) -> None:
         max_batch = state_ids.shape[0]
         self.origin = SlotOrigin(table)
@@ -74,6 +77,7 @@ class _StepBuffers(Generic[Metadata]):
             "seqlens_k": self._zeros(max_batch),
             "tickets": self._zeros(max_batch, 4),
         }
+        self._marks = self._zeros(max_batch).fill_(-1) if marked else None  # written by commit, not by prepare
         self._sums = {"cu_seqlens_q": self._zeros(max_batch + 1), "num_tokens": self._zeros(1)}
         self._compressions = {  # by compression ring and token place
             "compression_write_slot": self._zeros(len(compression), places, dtype=torch.int64),
@@ -123,6 +127,7 @@ class _StepBuffers(Generic[Metadata]):
             batch=batch,
             tokens=tokens,
             **fields,
+            marks=None if self._marks is None else self._marks[:batch],
             origin=self.origin,
             operands=operands,
             launch_prepare=type(self)._bind(**operands),
@@ -143,11 +148,12 @@ class DecodeBuffers(_StepBuffers[DecodeMetadata]):
         counters: torch.Tensor,
         geometry: RingGeometry,
         compression: tuple[CompressionRing, ...],
+        marked: bool,
         packed: bool,
     ) -> None:
         max_batch = state_ids.shape[0]
         places = max_batch * geometry.tokens_per_step
-        super().__init__(slot, state_ids, places, table, counters, geometry, compression)
+        super().__init__(slot, state_ids, places, table, counters, geometry, compression, marked)
         self._tokens["kv_swa_index"] = self._zeros(places, geometry.window)
         self._constants |= {"chunk_places": self._zeros(chunk_count(max_batch)), "packed": packed}
         # Of an empty batch, for which nothing is launched: 0 whatever the slot's buffers hold.
@@ -172,9 +178,10 @@ class PrefillBuffers(_StepBuffers[PrefillMetadata]):
         counters: torch.Tensor,
         geometry: RingGeometry,
         compression: tuple[CompressionRing, ...],
+        marked: bool,
         max_prefill_tokens: int,
     ) -> None:
-        super().__init__(slot, state_ids, max_prefill_tokens, table, counters, geometry, compression)
+        super().__init__(slot, state_ids, max_prefill_tokens, table, counters, geometry, compression, marked)
         max_batch = state_ids.shape[0]
         self._places = max_prefill_tokens
         self._rows["swa_load_plan"] = self._zeros(max_batch, 3, 4)

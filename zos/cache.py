@@ -6,6 +6,7 @@ import torch
 
 from zos.arguments import INT64_LARGEST, whole_number
 from zos.devices import resolve_device
+from zos.geometry import RingGeometry
 from zos.layout import COMPRESSION, StateSlotLayout
 
 
@@ -140,6 +141,15 @@ class SwaCache:
         group = [group for group in self.layout.compression for _ in range(group.layers)][layer]
         return self._view(offset, (group.ring.entries, group.entry_bytes), (group.entry_bytes, 1))
 
+    def all_stored(self) -> torch.Tensor:
+        """View the part of every state that an external store keeps: uint8 [num_state_slots, layout.stored_bytes], strided."""
+        return self._view(0, (self.layout.stored_bytes,), (1,))
+
+    def slot(self, state_id: int) -> torch.Tensor:
+        """View all of a state: uint8 [layout.slot_bytes], contiguous; ValueError outside 0 … num_state_slots - 1."""
+        begin = whole_number("state_id", state_id, 0, self.num_state_slots - 1) * self.slot_pitch
+        return self.slab[begin : begin + self.layout.slot_bytes]
+
     def stored(self, state_id: int) -> torch.Tensor:
         """View the part of a state that an external store keeps.
 
@@ -153,8 +163,7 @@ class SwaCache:
         ValueError
             state_id is outside 0 … num_state_slots - 1.
         """
-        begin = whole_number("state_id", state_id, 0, self.num_state_slots - 1) * self.slot_pitch
-        return self.slab[begin : begin + self.layout.stored_bytes]
+        return self.slot(state_id)[: self.layout.stored_bytes]
 
     def _ring_offset(self, ring: int) -> int:
         rings = self.layout.rings
@@ -164,6 +173,16 @@ class SwaCache:
         """View [num_state_slots, *shape] from a byte offset in the slot on; torch's strides are 64-bit."""
         begin = self.slab.storage_offset() + offset  # as_strided counts from the storage, not from the slab
         return self.slab.as_strided((self.num_state_slots, *shape), (self.slot_pitch, *stride), begin)
+
+
+def check_holds(cache: SwaCache, device: torch.device, geometry: RingGeometry, capacity: int) -> None:
+    """Raise ValueError unless a cache can hold the states of a service of this device, geometry and capacity."""
+    if cache.device != device:
+        raise ValueError(f"cache is on {cache.device}, but the service on {device}")
+    if cache.layout.geometry != geometry:
+        raise ValueError(f"cache has rings for {cache.layout.geometry}, but the service {geometry}")
+    if cache.num_state_slots < capacity:
+        raise ValueError(f"cache has num_state_slots={cache.num_state_slots}, fewer than capacity={capacity}")
 
 
 def _check_slab(slab: torch.Tensor, least: int, device: torch.device) -> None:

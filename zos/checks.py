@@ -11,6 +11,7 @@ from device_kernels.decode_metadata import chunk_count
 from device_kernels.entry import DTYPE_NAMES
 from device_kernels.metadata import MAX_COMPRESSIONS
 from host_fallback.mailbox import MAIL_HEADER_WORDS, record_words
+from host_fallback.ring_snapshot import PLAN_WORDS, PROGRESS_WORDS, SLOT_WORDS
 from zos.arguments import INT32_LARGEST, whole_number
 from zos.entry import EntryFormat
 from zos.table import RECORD_WORDS
@@ -176,6 +177,10 @@ def check_commit(
     results_state: torch.Tensor | None = None,
     kept_tokens: torch.Tensor | None = None,
     prefill: bool = False,
+    marks: torch.Tensor | None = None,
+    snapshot_every: int = 0,
+    window: int = 0,
+    ring: int = 0,
 ) -> None:
     """Raise ValueError unless the arguments of commit fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
@@ -192,6 +197,11 @@ def check_commit(
     _expect("counters", counters, INT64, (4,), device)
     if kept_tokens is not None:
         _expect("kept_tokens", kept_tokens, INT64, (rows, tokens_per_step), device)
+    whole_number("snapshot_every", snapshot_every, 0)
+    if marks is not None:
+        _expect("marks", marks, INT32, (rows,), device)
+        whole_number("window", window, 1)
+        whole_number("ring", ring, window)
     if ready is None and results is None:
         return
     if batch_state is None:
@@ -242,9 +252,11 @@ def check_apply_table_edits(
     applied_on_host: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
+    snapshot_every: int = 0,
 ) -> None:
     """Raise ValueError unless the arguments of apply_table_edits fit each other."""
     _expect_table(records, token_ids, tokens_per_step)
+    whole_number("snapshot_every", snapshot_every, 0)
     whole_number("max_prefill_tokens", max_prefill_tokens, 1)
     device = records.device
     if batches.dim() != 2:
@@ -376,3 +388,38 @@ def _expect_attention_kernel(q: torch.Tensor, swa_cache: torch.Tensor) -> None:
         raise ValueError(
             f"{q.device} has less shared memory a block than the {decode_attention.SHARED_BYTES} B of a ring"
         )
+
+
+def check_swa_ring_snapshot(
+    records: torch.Tensor,
+    tickets: torch.Tensor,
+    marks: torch.Tensor,
+    states: torch.Tensor,
+    snapshots: torch.Tensor,
+    slots: torch.Tensor,
+    taken: torch.Tensor,
+    plan: torch.Tensor,
+    progress: torch.Tensor,
+    skipped: torch.Tensor,
+    overshoot: int,
+) -> None:
+    """Raise ValueError unless the arguments of swa_ring_snapshot fit each other."""
+    _expect_table(records, None, 1)
+    device, rows = records.device, tickets.numel() // 4
+    _expect("tickets", tickets, INT32, (rows, 4), device)
+    _expect("marks", marks, INT32, (rows,), device)
+    if snapshots.dim() != 2 or not snapshots.numel():
+        raise ValueError(f"Invalid shape of snapshots: expected [N, state bytes], got {list(snapshots.shape)}")
+    count, state_bytes = snapshots.shape
+    _expect("snapshots", snapshots, torch.uint8, (count, state_bytes), device)
+    least = max(1, records.shape[0])
+    if states.dim() != 2 or states.shape[0] < least or states.shape[1] != state_bytes:
+        expected = f"[{least} or more, {state_bytes}]"
+        raise ValueError(f"Invalid shape of states: expected {expected}, got {list(states.shape)}")
+    _expect("states", states[0], torch.uint8, (state_bytes,), device)
+    _expect("slots", slots, INT64, (count, SLOT_WORDS), device)
+    _expect("taken", taken, INT64, (count,), device)
+    _expect("plan", plan, INT64, (count, PLAN_WORDS), device)
+    _expect("progress", progress, INT64, (PROGRESS_WORDS,), device)
+    _expect("skipped", skipped, INT64, (1,), device)
+    whole_number("overshoot", overshoot, 0)

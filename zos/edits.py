@@ -50,9 +50,10 @@ class Edit:
     SET_SEQLEN_Q = 6
     SET_VALID_START = 7
     APPEND_READY = 8
+    FORK = 9
 
 
-LIFE_EDITS = (Edit.ADMIT, Edit.RELEASE, Edit.RESET)  # those that begin or end a life of a state
+LIFE_EDITS = (Edit.ADMIT, Edit.RELEASE, Edit.RESET, Edit.FORK)  # those that begin or end a life of a state
 
 
 class BatchEdit:
@@ -70,6 +71,7 @@ class StagedEdit(NamedTuple):
     row: bytes  # EDIT_WORDS int32: (state_id, kind, values…)
     tokens: list[int] | None  # ids of the next step that an ADMIT brings
     appends_to: int  # batch row whose ready queue gets an entry, -1 for none
+    source: int  # state that a FORK copies, -1 for none
 
 
 class StagedEdits:
@@ -89,6 +91,8 @@ class StagedEdits:
         Tokens of a decode step, the width of `table.token_ids`.
     max_prefill_tokens : int
         Chunk length that a chunk_q of 0 stands for.
+    snapshot_every : int
+        No chunk passes a multiple of it; 0: they may.
 
     Attributes
     ----------
@@ -99,12 +103,18 @@ class StagedEdits:
     """
 
     def __init__(
-        self, table: SequenceTable, batches: torch.Tensor, tokens_per_step: int, max_prefill_tokens: int
+        self,
+        table: SequenceTable,
+        batches: torch.Tensor,
+        tokens_per_step: int,
+        max_prefill_tokens: int,
+        snapshot_every: int = 0,
     ) -> None:
         self._device = table.records.device
         self._tokens_per_step = tokens_per_step
         self._edits: list[StagedEdit] = []  # in call order
         self._staged_batches: Batches = {}  # batch row -> (ids, version); the last staged wins
+        self._forks = 0  # of the edits
         self._appended: dict[int, int] = {}  # batch row -> entries appended to its ready queue, staged ones included
         rows, width = batches.shape
         self.batch_states = torch.zeros(rows, BATCH_STATE_WORDS, dtype=torch.int64, device=self._device)
@@ -130,6 +140,7 @@ class StagedEdits:
             applied_on_host=applied_on_host,
             tokens_per_step=tokens_per_step,
             max_prefill_tokens=max_prefill_tokens,
+            snapshot_every=snapshot_every,
         )
 
     def __bool__(self) -> bool:
@@ -137,8 +148,8 @@ class StagedEdits:
 
     @property
     def fits(self) -> bool:
-        """Whether one buffer holds everything staged."""
-        return len(self._edits) <= EDITS_PER_BUFFER
+        """Whether one buffer holds everything staged, and a launch at the head of a graph may apply it."""
+        return len(self._edits) <= EDITS_PER_BUFFER and not self._forks
 
     def sets_batch(self, batch_row: int) -> bool:
         """Whether a batch is staged for a batch row."""
@@ -148,7 +159,10 @@ class StagedEdits:
         """Stage one record edit; edits of one flush apply in call order."""
         words = (state_id, kind, *values)
         row = _ROW.pack(*words, *_NOTHING[len(words) :])
-        self._edits.append(StagedEdit(state_id, kind, row, tokens, values[0] if kind == Edit.APPEND_READY else -1))
+        appends_to = values[0] if kind == Edit.APPEND_READY else -1
+        source = values[0] if kind == Edit.FORK else -1
+        self._edits.append(StagedEdit(state_id, kind, row, tokens, appends_to, source))
+        self._forks += kind == Edit.FORK
 
     def stage_batch(self, batch_row: int, state_ids: np.ndarray, version: int = ANY_VERSION) -> None:
         """Stage the ids of a batch (int32 [B]); of several for one batch row the last one counts.
@@ -168,13 +182,15 @@ class StagedEdits:
         edits, batches = packed
         self._packed -= 1
         self._edits[:0] = edits
+        self._forks += len(edits) if is_forks(edits) else 0
         self._staged_batches = {**batches, **self._staged_batches}
 
     def pack(self) -> tuple[list[StagedEdit], Batches]:
         """Write the next buffer for exactly one launch after this, and return what it holds; nothing staged, nothing in it."""
         self._wait_for_buffer()
-        edits = self._edits[:EDITS_PER_BUFFER]
-        self._edits = self._edits[EDITS_PER_BUFFER:]
+        count = self._next_launch() if self._forks else EDITS_PER_BUFFER
+        edits, self._edits = self._edits[:count], self._edits[count:]
+        self._forks -= len(edits) if is_forks(edits) else 0
         batches: Batches = {}
         if not self._edits:
             batches, self._staged_batches = self._staged_batches, {}
@@ -205,6 +221,21 @@ class StagedEdits:
         self._packed += 1
         return edits, batches
 
+    def _next_launch(self) -> int:
+        """Return how many of the edits, of which some are forks, the next launch applies.
+
+        A fork reads the record of one state and writes another's, and the threads of a launch do not wait for one another: so forks
+        have launches of their own, in which none reads what another writes.
+        """
+        forks = self._edits[0].kind == Edit.FORK
+        written: set[int] = set()
+        for number, edit in enumerate(self._edits[:EDITS_PER_BUFFER]):
+            if (edit.kind == Edit.FORK) != forks or edit.source in written:
+                return number
+            if forks:
+                written.add(edit.state_id)
+        return EDITS_PER_BUFFER
+
     def launch_nothing(self) -> None:
         """Launch the kernel on an empty buffer; what is staged stays staged."""
         self._wait_for_buffer()
@@ -231,3 +262,8 @@ class StagedEdits:
             if time.perf_counter() - begin > ERROR_CHECK_S:
                 torch.cuda.current_stream(self._device).query()  # raises if the device has failed
                 begin = time.perf_counter()
+
+
+def is_forks(edits: list[StagedEdit]) -> bool:
+    """Whether edits that one launch applies are forks: all of them are, or none."""
+    return bool(edits) and edits[0].kind == Edit.FORK

@@ -52,6 +52,8 @@ class StepMetadata:
     compression_index: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: entry that the token completes, or -1 [-1]
     # int32 [B, 4]: (state_id, generation, q_start, seqlen_q), what commit reads [-1, 0 padding / 1 error / 2 deferred, state_id, 0]
     tickets: torch.Tensor
+    # int32 [B] with snapshot_every, written by commit: the boundary at which the row's state is worth a snapshot [-1]
+    marks: torch.Tensor | None
     origin: SlotOrigin
     operands: Mapping[str, Any]  # arguments of the prepare operator by name
     launch_prepare: Callable[[], None]  # the operator, bound to them: no check, no packing per step

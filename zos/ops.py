@@ -32,13 +32,22 @@ commit
     batch_state int64 [8] (version, refused edits, ready entries taken, appended, workspace) of the slot's decode batch; ready
     int32 [K, 2] (state_id, generation), entry n at n % K; results int32 [M, words], record n at n % M
     (device_kernels/results.cuh); results_state int64 [2] (records committed, published); kept_tokens int64 [B, Q]; prefill:
-    whether the tickets are a prefill's.
+    whether the tickets are a prefill's. marks int32 [B]: the boundary, a multiple of snapshot_every (0: off), at which a row's
+    state is worth a snapshot, or -1; window and ring, which say whether it still is whole.
 publish_results
     results, results_state, mailbox int32 [M, 8 + words]: (head, tail, checksum, payload words, -, -), then the payload.
+swa_ring_snapshot
+    records, tickets int32 [B, 4] and marks int32 [B] as commit left them (marks become -1), states uint8 [S or more, bytes] (rows
+    strided), snapshots uint8 [N, bytes]: marked rows, in row order, get the free slots, lowest first. slots int64 [N, 8], seen by
+    both sides: (number of the snapshot there, number that the host has given back, state_id, generation, boundary, head, check
+    word, -); a slot is free while taken int64 [N], the numbers last given, is what was given back. plan int64 [N, 6], workspace;
+    progress int64 [4]: snapshots so far, marks skipped so far, workspace; skipped int64 [1]: the second for the host; overshoot:
+    a mark is skipped, too, if its state is of another generation or its head further past the boundary.
 apply_table_edits
     records, token_ids, batches int32 [batch rows, max_batch], edits int32 [buffers, words] (see `zos.edits`), batch_states int64
     [batch rows, 8], ready int32 [batch rows, K, 2] or None, applied int64 [1]: launches so far, whose remainder by the number of
-    buffers is the one to apply, applied_on_host int64 [1]: the same for the host; tokens_per_step, max_prefill_tokens.
+    buffers is the one to apply, applied_on_host int64 [1]: the same for the host; tokens_per_step, max_prefill_tokens,
+    snapshot_every (0: off), whose multiples no first chunk passes.
 """
 
 from __future__ import annotations
@@ -54,6 +63,7 @@ import device_kernels.decode_metadata
 import device_kernels.mailbox
 import device_kernels.prefill_metadata
 import device_kernels.ring_load
+import device_kernels.ring_snapshot
 import device_kernels.ring_store
 import device_kernels.table_edits
 import host_fallback.commit
@@ -62,6 +72,7 @@ import host_fallback.decode_metadata
 import host_fallback.mailbox
 import host_fallback.prefill_metadata
 import host_fallback.ring_load
+import host_fallback.ring_snapshot
 import host_fallback.ring_store
 import host_fallback.table_edits
 from zos import checks
@@ -75,6 +86,7 @@ KERNELS = (
     *device_kernels.ring_store.KERNELS,
     *device_kernels.ring_load.KERNELS,
     *device_kernels.decode_attention.KERNELS,
+    *device_kernels.ring_snapshot.KERNELS,
 )
 
 _LIBRARY = torch.library.Library("zos", "DEF")
@@ -171,7 +183,8 @@ _define(
     "commit(Tensor(a!) records, Tensor(b!)? token_ids, Tensor tickets, Tensor num_kept, Tensor? finished, "
     "Tensor? next_tokens, Tensor(c!) counters, int tokens_per_step, int max_prefill_tokens, Tensor(d!)? batch=None, "
     "Tensor(e!)? batch_state=None, Tensor? ready=None, Tensor(f!)? results=None, Tensor(g!)? results_state=None, "
-    "Tensor? kept_tokens=None, bool prefill=False) -> ()",
+    "Tensor? kept_tokens=None, bool prefill=False, Tensor(g!)? marks=None, int snapshot_every=0, int window=0, "
+    "int ring=0) -> ()",
     checks.check_commit,
     host_fallback.commit.commit,
     device_kernels.commit.commit,
@@ -179,7 +192,7 @@ _define(
 _define(
     "apply_table_edits(Tensor(a!) records, Tensor(b!)? token_ids, Tensor(c!) batches, Tensor edits, "
     "Tensor(d!) batch_states, Tensor(e!)? ready, Tensor(f!) applied, Tensor(g!) applied_on_host, int tokens_per_step, "
-    "int max_prefill_tokens) -> ()",
+    "int max_prefill_tokens, int snapshot_every=0) -> ()",
     checks.check_apply_table_edits,
     host_fallback.table_edits.apply_table_edits,
     device_kernels.table_edits.apply_table_edits,
@@ -195,6 +208,13 @@ _define(
     checks.check_swa_ring_store,
     host_fallback.ring_store.swa_ring_store,
     device_kernels.ring_store.swa_ring_store,
+)
+_define(
+    "swa_ring_snapshot(Tensor records, Tensor tickets, Tensor(a!) marks, Tensor states, Tensor(b!) snapshots, "
+    "Tensor(c!) slots, Tensor(d!) taken, Tensor(e!) plan, Tensor(f!) progress, Tensor(g!) skipped, int overshoot) -> ()",
+    checks.check_swa_ring_snapshot,
+    host_fallback.ring_snapshot.swa_ring_snapshot,
+    device_kernels.ring_snapshot.swa_ring_snapshot,
 )
 _define(
     "swa_ring_load(Tensor swa_cache, Tensor load_plan, Tensor(a!) out, int window) -> ()",

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from host_fallback.ring import next_seqlen_q
 from zos.arguments import whole_number
 from zos.bounded_replay import plan_bounded_replay
 from zos.bounds import ADMIT, RELEASE, RESET, SequenceBounds
@@ -30,6 +31,8 @@ class SequenceEdits:
         Compression rings: what a prefix hit must leave them.
     bounds : SequenceBounds
         What the host knows of each sequence's length.
+    snapshot_every : int
+        Chunks end where they would pass a multiple of it; 0: they do not.
     """
 
     def __init__(
@@ -40,17 +43,18 @@ class SequenceEdits:
         max_prefill_tokens: int,
         compression: tuple[CompressionRing, ...],
         bounds: SequenceBounds,
+        snapshot_every: int,
     ) -> None:
         self.table = table
         self.geometry = geometry
         self.max_prefill_tokens = max_prefill_tokens
+        self.snapshot_every = snapshot_every
         self.compression = compression
         self._edits = edits
         self._bounds = bounds
         self._stop_at: dict[int, int] = {}  # of every state in use: for checking later calls, never for a step
-        self._lives = [
-            0
-        ] * table.capacity  # times that each state was admitted, reset or released, staged calls included
+        # Times that each state was admitted, forked into, reset or released, staged calls included
+        self._lives = [0] * table.capacity
 
     def admit(
         self,
@@ -76,7 +80,8 @@ class SequenceEdits:
         q_start : int
             Number of tokens whose KV is final: the position of the next query.
         seqlen_q : int, optional
-            Tokens wanted in the next step. Default: the next chunk while q_start < prompt_end, else decode_q.
+            Tokens wanted in the next step, as they are. Default: the next chunk while q_start < prompt_end, ending where it would
+            pass a multiple of snapshot_every; else decode_q.
         swa_valid_start : int
             Ring positions below it are missing; 0 … q_start.
         stop_at : int
@@ -167,7 +172,7 @@ class SequenceEdits:
         decode_q = whole_number("decode_q", decode_q, 0, step)
         kv_cached_end = whole_number("kv_cached_end", kv_cached_end, 0)
         if seqlen_q is None:
-            seqlen_q = min(chunk_q or limit, prompt_end - q_start) if q_start < prompt_end else decode_q or step
+            seqlen_q = int(next_seqlen_q(q_start, prompt_end, chunk_q, decode_q, step, limit, self.snapshot_every))
         seqlen_q = whole_number("seqlen_q", seqlen_q, 0, max(step, limit))
         whole_number("q_start + seqlen_q", q_start + seqlen_q, 0)
         if q_start < prompt_end < q_start + seqlen_q:

@@ -15,12 +15,13 @@ from zos.arguments import whole_number
 from zos.batches import BatchEdits
 from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
 from zos.devices import resolve_device
-from zos.edits import LIFE_EDITS, StagedEdits
+from zos.edits import LIFE_EDITS, StagedEdits, is_forks
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
 from zos.mailbox import StepRecord, parsed
 from zos.mapped import shared_zeros
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
+from zos.snapshots import SnapshotPool
 from zos.streams import StreamOrder
 from zos.table import SequenceTable
 
@@ -54,6 +55,9 @@ class MetadataService(BatchEdits):
         Whether the table holds the next step's input ids.
     metadata_slots : int
         Batches that can be in flight at once, each with its own buffers.
+    snapshot_every : int
+        Tokens between the boundaries of snapshots, 0 for none: chunks end at its multiples (a seqlen_q that the caller gives stays
+        as it is), and commit marks the rows that went through one (`StepMetadata.marks`).
 
     Raises
     ------
@@ -80,6 +84,7 @@ class MetadataService(BatchEdits):
         compression_ratios: Sequence[int | CompressionRing] = (2,),
         carry_tokens: bool = False,
         metadata_slots: int = 1,
+        snapshot_every: int = 0,
     ) -> None:
         geometry = geometry or RingGeometry()
         step = geometry.tokens_per_step
@@ -87,6 +92,7 @@ class MetadataService(BatchEdits):
         whole_number("max_batch", max_batch, 1)
         self.metadata_slots = whole_number("metadata_slots", metadata_slots, 1)
         max_prefill_tokens = whole_number("max_prefill_tokens", max_prefill_tokens, 1)
+        snapshot_every = whole_number("snapshot_every", snapshot_every, 0)
         whole_number("capacity * ring", self.capacity * geometry.ring, 1)
         whole_number("max_batch * (window + tokens_per_step)", max_batch * (geometry.window + step), 1)
         if token_layout not in TOKEN_LAYOUTS:
@@ -95,17 +101,19 @@ class MetadataService(BatchEdits):
         self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
         self._replays = 0  # graphs replayed
+        self._snapshots: SnapshotPool | None = None
 
         table = SequenceTable(self.capacity, step, carry_tokens, self.device)
         # int32 [2 * slots + 1, max_batch]: state ids by row, of each slot's decode batch, then of each slot's prefill batch; the
         # last is all padding, for warm-ups
         shape = (2 * self.metadata_slots + 1, max_batch)
         self._batches = torch.full(shape, -1, dtype=torch.int32, device=self.device)
-        edits = StagedEdits(table, self._batches, step, max_prefill_tokens)
+        edits = StagedEdits(table, self._batches, step, max_prefill_tokens, snapshot_every)
         self._counters_host, self.operator_counters = shared_zeros(len(COUNTERS), torch.int64, self.device)
         super().__init__(
-            table, edits, geometry, max_prefill_tokens, compression, max_batch, token_layout, self.metadata_slots
-        )
+            table, edits, geometry, max_prefill_tokens, compression, max_batch, token_layout, self.metadata_slots,
+            snapshot_every,
+        )  # fmt: skip
         self._order = StreamOrder(self.device)
         self._order.keep_until_launched(self, self._edits, self._counters_host)
 
@@ -251,13 +259,33 @@ class MetadataService(BatchEdits):
             None if mailbox is None else mailbox.results_state,
             None if kept_tokens is None else _as_tensor("kept_tokens", kept_tokens),
             prefill,
+            metadata.marks,
+            self.snapshot_every,
+            self.geometry.window,
+            self.geometry.ring,
         )
+        if self._snapshots is not None:
+            self._snapshots.snapshot(metadata)
         if not capturing:
             if slot is not None:
                 self._count_launched(metadata.slot, 1, prefill)
             if mailbox is not None:
                 mailbox.publish()
         self._order.mark()
+
+    def attach_snapshots(self, pool: SnapshotPool) -> None:
+        """Let every commit from now on, in any slot, copy the states that it marks into a free slot of `pool`.
+
+        A graph captured before takes no snapshots.
+
+        Raises
+        ------
+        ValueError
+            The pool was made for another service.
+        """
+        if pool.table is not self.table:
+            raise ValueError("pool was made for another MetadataService")
+        self._snapshots = pool
 
     def flush(self) -> None:
         """Apply what is staged now, in one launch on the current stream; nothing staged, nothing launched.
@@ -308,6 +336,8 @@ class MetadataService(BatchEdits):
             self._edits.unpack(packed)
             raise
         edits, batches = packed
+        if is_forks(edits):
+            self._copy_states(edits)
         if self._bounds.edits_staged:
             self._bounds.edits_launched(sum(edit.kind in LIFE_EDITS for edit in edits))
         for batch_row, (ids, _) in batches.items():
@@ -445,6 +475,11 @@ class MetadataService(BatchEdits):
 
     # ---- looking at it ---------------------------------------------------------------------------------------------------------
 
+    @property
+    def stream_order(self) -> StreamOrder:
+        """Order of the service's launches, for one that must keep it: `join` before it, `mark` after it."""
+        return self._order
+
     def check(self) -> None:
         """Wait for the device and raise DeviceStateError, naming every state in error with field, value and rule."""
         self._order.join()
@@ -461,14 +496,15 @@ class MetadataService(BatchEdits):
     def _new_buffers(self, slot: int, max_batch: int) -> DecodeBuffers:
         state_ids, packed = self._batches[slot, :max_batch], self.token_layout == "packed"
         return DecodeBuffers(
-            slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression, packed
-        )
+            slot, state_ids, self.table, self.operator_counters, self.geometry, self.compression,
+            self.snapshot_every > 0, packed,
+        )  # fmt: skip
 
     def _new_prefill_buffers(self, slot: int) -> PrefillBuffers:
         row = self.metadata_slots + slot if slot >= 0 else -1
         return PrefillBuffers(
             slot, self._batches[row], self.table, self.operator_counters, self.geometry, self.compression,
-            self.max_prefill_tokens,
+            self.snapshot_every > 0, self.max_prefill_tokens,
         )  # fmt: skip
 
     def _prefill_buffers(self, slot: int) -> PrefillBuffers:

@@ -157,9 +157,13 @@ def random_edits(rng: np.random.Generator, setup: Setup) -> list[Edit]:
     edits: list[Edit] = []
     for _ in range(rng.integers(1, 2 + setup.capacity // 8)):
         state_id = int(rng.integers(0, setup.capacity))
-        kind = str(rng.choice(["admit", "reset", "pause", "resume", "set_seqlen_q", "set_valid_start"]))
+        kind = str(rng.choice(["admit", "fork", "reset", "pause", "resume", "set_seqlen_q", "set_valid_start"]))
         if kind == "admit":
             edits += [("release", (state_id,), {}), ("admit", (state_id,), _admission(rng, setup))]
+            continue
+        if kind == "fork":
+            dst = (state_id + int(rng.integers(1, setup.capacity))) % setup.capacity
+            edits += [("release", (dst,), {}), ("fork", (state_id, dst), {})]
             continue
         values = {
             "reset": [one_of(rng, 0, rng.integers(1, LONGEST_RESET_PROMPT + 1))],

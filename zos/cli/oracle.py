@@ -39,6 +39,8 @@ class Oracle(CommitOracle):
         Chunk length that a chunk_q of 0 stands for.
     carry_tokens : bool
         Whether the table holds the next step's input ids.
+    snapshot_every : int
+        Tokens between boundaries of snapshots, 0 for none.
 
     Examples
     --------
@@ -58,8 +60,9 @@ class Oracle(CommitOracle):
         compression: Sequence[tuple[int, int]] = (),
         max_prefill_tokens: int = 8192,
         carry_tokens: bool = False,
+        snapshot_every: int = 0,
     ) -> None:
-        super().__init__(capacity, tokens_per_step, max_prefill_tokens, carry_tokens)
+        super().__init__(capacity, tokens_per_step, max_prefill_tokens, carry_tokens, snapshot_every)
         self.window = window
         self.ring = ring
         self.compression = tuple(compression)

@@ -30,7 +30,15 @@ class Outcome(NamedTuple):
 
 
 class CommitOracle(OracleTable):
-    """A table of sequences that the results of steps move on."""
+    """A table of sequences that the results of steps move on.
+
+    Attributes
+    ----------
+    marks : list of int
+        Of the last commit, by row: the boundary at which the row's state is worth a snapshot, -1 for none.
+    """
+
+    marks: list[int]
 
     def commit(
         self,
@@ -60,8 +68,10 @@ class CommitOracle(OracleTable):
         ends = None if finished is None else list(finished)
         tokens = None if next_tokens is None else list(next_tokens)
         outcomes = []
+        self.marks = []
         for row, (ticket, kept) in enumerate(zip(tickets, num_kept, strict=True)):
             state_id, generation, q_start, q = (int(word) for word in ticket)
+            self.marks.append(-1)
             if state_id < 0 or q <= 0:
                 flags = {IN_ERROR: IS_ERROR, DEFERRED: IS_DEFERRED}.get(generation, 0)
                 outcomes.append(Outcome(q_start, flags=flags) if state_id == -1 else Outcome(-1))
@@ -78,9 +88,23 @@ class CommitOracle(OracleTable):
                 ends_here = ends is not None and bool(ends[row])
                 self._commit_row(state_id, q, int(kept), ends_here, None if tokens is None else tokens[row])
                 moved = record["q_start"] - q_start
+                self.marks[-1] = self._mark(record, q_start)
                 flags = {FINISHED: IS_FINISHED, ERROR: IS_ERROR}.get(record["phase"], 0)
             outcomes.append(Outcome(state_id, generation, q_start + moved, moved, flags))
         return outcomes
+
+    def _mark(self, record: dict[str, int], before: int) -> int:
+        """Return the last multiple of snapshot_every that the row came to or past, if its ring holds all that is visible there."""
+        if not self.snapshot_every:
+            return -1
+        boundary = record["q_start"] // self.snapshot_every * self.snapshot_every
+        if not max(before, 0) < boundary:
+            return -1
+        # What is loaded ahead of a chunk is a whole window before it, and none of it may be overwritten.
+        if record["head"] - boundary > self.ring - self.window:
+            return -1
+        visible = range(max(0, boundary - self.window + 1), boundary + 1)  # to the query at the boundary
+        return boundary if all(position >= record["swa_valid_start"] for position in visible) else -1
 
     def _commit_row(self, state_id: int, q: int, kept: int, ends: bool, tokens: Sequence[int] | None) -> None:
         record = self.records[state_id]

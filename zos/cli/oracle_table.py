@@ -43,6 +43,8 @@ class OracleTable:
         Chunk length that a chunk_q of 0 stands for.
     carry_tokens : bool
         Whether the table holds the next step's input ids.
+    snapshot_every : int
+        Tokens between boundaries, 0 for none.
 
     Attributes
     ----------
@@ -54,11 +56,20 @@ class OracleTable:
         stale, duplicate, deferred, errors.
     """
 
-    window: int  # tokens that a query sees; set by the oracle of prepare
+    window: int  # tokens that a query sees; set by the oracle of prepare, as is
+    ring: int  # slots of a ring
 
-    def __init__(self, capacity: int, tokens_per_step: int, max_prefill_tokens: int, carry_tokens: bool) -> None:
+    def __init__(
+        self,
+        capacity: int,
+        tokens_per_step: int,
+        max_prefill_tokens: int,
+        carry_tokens: bool,
+        snapshot_every: int = 0,
+    ) -> None:
         self.tokens_per_step = tokens_per_step
         self.max_prefill_tokens = max_prefill_tokens
+        self.snapshot_every = snapshot_every
         self.records: list[Record] = [dict.fromkeys(COLUMNS, 0) for _ in range(capacity)]
         self.token_ids = [[0] * tokens_per_step for _ in range(capacity)] if carry_tokens else None
         self.counters = dict.fromkeys(("stale", "duplicate", "deferred", "errors"), 0)
@@ -135,13 +146,23 @@ class OracleTable:
         """Declare ring positions below it missing."""
         self.records[state_id]["swa_valid_start"] = swa_valid_start
 
+    def fork(self, src: int, dst: int) -> None:
+        """Make `dst` what `src` is; its generation rises as with every life, and the error is the copy's too."""
+        self.records[dst] = {**self.records[src], "generation": self.records[dst]["generation"] + 1}
+        if self.token_ids is not None:
+            self.token_ids[dst] = list(self.token_ids[src])
+
     # ---- columns -------------------------------------------------------------------------------------------
 
     def _next_seqlen_q(self, record: Record) -> int:
         """Return the next chunk while the prompt is incomplete, a decode step after."""
-        missing = record["prompt_end"] - record["q_start"]
+        q_start, missing = record["q_start"], record["prompt_end"] - record["q_start"]
         if missing > 0:
-            return min(record["chunk_q"] or self.max_prefill_tokens, missing)
+            chunk = min(record["chunk_q"] or self.max_prefill_tokens, missing)
+            if self.snapshot_every:  # it ends where it comes to a multiple
+                within = (token + 1 for token in range(chunk) if (q_start + token + 1) % self.snapshot_every == 0)
+                chunk = next(within, chunk)
+            return chunk
         return record["decode_q"] or self.tokens_per_step
 
     def _new_generation(self, record: Record) -> None:

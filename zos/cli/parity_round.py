@@ -237,6 +237,13 @@ class Round:
                 None if result.kept_tokens is None else torch.from_numpy(result.kept_tokens).to(svc.device),
             )
 
+    def _compare_marks(self, which: Prepare) -> None:
+        found = {path: metadata.marks for path, metadata in self.prepared[which].items()}
+        marks = {path: tensor.cpu().numpy() for path, tensor in found.items() if tensor is not None}
+        expected = np.array(self.rig.oracle.marks, np.int32) if self.judged else next(iter(marks.values()))
+        for path, array in marks.items():
+            self._compare("commit", path, {"marks": array}, {"marks": expected})
+
     def _compare_tables(self, action: str) -> None:
         expected = self._oracle_table() if self.judged else None
         for path, svc in self.rig.services.items():
@@ -249,6 +256,8 @@ class Round:
                 actual |= self.slots.batches_of(svc)
             expected = expected or actual
             self._compare(action, path, actual, expected)
+        if action in ("commit", "repeat") and self.last is not None and self.rig.setup.snapshot_every:
+            self._compare_marks(self.last[0])
 
     def _oracle_table(self) -> dict[str, np.ndarray]:
         oracle = self.rig.oracle

@@ -25,6 +25,7 @@ class Setup:
     max_prefill_tokens: int = 8192
     capacity: int = 384
     max_batch: int = 256
+    snapshot_every: int = 0  # tokens between boundaries of snapshots, 0 for none
     records: int = 0  # of each slot's mailbox, beside which there is a ready queue; 0: neither
 
     def service(self, device: str) -> MetadataService:
@@ -39,6 +40,7 @@ class Setup:
             self.compression,
             self.carry_tokens,
             SLOTS,
+            self.snapshot_every,
         )
         for state_id in range(self.capacity):
             svc.admit(state_id)
@@ -58,6 +60,7 @@ class Setup:
             compression=[(ring.ratio, ring.entries) for ring in self.compression],
             max_prefill_tokens=self.max_prefill_tokens,
             carry_tokens=self.carry_tokens,
+            snapshot_every=self.snapshot_every,
         )
 
 
@@ -69,7 +72,7 @@ SEED, ODD, ONE, WIDE = (
 )
 SETUPS = (
     Setup(
-        SEED, "packed", (CompressionRing(2),), max_prefill_tokens=300
+        SEED, "packed", (CompressionRing(2),), max_prefill_tokens=300, snapshot_every=128
     ),  # T > W + R: rows past the ring and its history
     Setup(
         SEED,
@@ -85,13 +88,14 @@ SETUPS = (
         (CompressionRing(128), CompressionRing(4, overlap=True)),
         carry_tokens=True,
         max_prefill_tokens=600,
+        snapshot_every=7,
     ),
-    Setup(ODD, "packed", (CompressionRing(2, 4),), carry_tokens=True, max_prefill_tokens=16, records=RECORDS),
+    Setup(ODD, "packed", (CompressionRing(2, 4),), True, max_prefill_tokens=16, snapshot_every=5, records=RECORDS),
     Setup(
         ODD, "strided", (CompressionRing(3, 4, overlap=True),), max_prefill_tokens=3, records=RECORDS
     ),  # fewer than a decode step
     Setup(ODD, "strided", (CompressionRing(2, 4), CompressionRing(5, 4)), carry_tokens=True, max_prefill_tokens=100),
-    Setup(ONE, "packed", (CompressionRing(1, 1),), max_prefill_tokens=5, records=RECORDS),
+    Setup(ONE, "packed", (CompressionRing(1, 1),), max_prefill_tokens=5, snapshot_every=1, records=RECORDS),
     Setup(RingGeometry(1, 5), "strided", max_prefill_tokens=64),
     # Slots up to int32's end
     Setup(
@@ -106,7 +110,15 @@ SETUPS = (
     # Batches of two launches, or of several blocks
     Setup(RingGeometry(16, 5), "packed", (CompressionRing(2),), capacity=2600, max_batch=2500, records=RECORDS),
     Setup(RingGeometry(16, 5, 30), "strided", carry_tokens=True, max_prefill_tokens=700, capacity=2600, max_batch=2500),
-    Setup(SEED, "packed", (CompressionRing(2),), carry_tokens=True, max_prefill_tokens=8192, records=RECORDS),
+    Setup(
+        SEED,
+        "packed",
+        (CompressionRing(2),),
+        carry_tokens=True,
+        max_prefill_tokens=8192,
+        snapshot_every=512,
+        records=RECORDS,
+    ),
 )
 TOKENS_OF_A_ROW = 8  # prefill places that cost about what a row of a batch does
 
