@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from zos.block_view import BlockView
 from zos.table import SequenceTable
 
 
@@ -52,6 +53,7 @@ class StepMetadata:
     compression_index: Mapping[int, torch.Tensor]  # ratio -> int64 [T]: entry that the token completes, or -1 [-1]
     # int32 [B, 4]: (state_id, generation, q_start, seqlen_q), what commit reads [-1, 0 padding / 1 error / 2 deferred, state_id, 0]
     tickets: torch.Tensor
+    block_view: BlockView | None  # what `view_block` writes; None where the ring is too short for it
     origin: SlotOrigin
     operands: Mapping[str, Any]  # arguments of the prepare operator by name
     launch_prepare: Callable[[], None]  # the operator, bound to them: no check, no packing per step
