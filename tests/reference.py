@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ import torch
 import zos
 from host_fallback.table_edits import FORK, _apply_edit, _fork
 from zos.checks import BATCH_STATE_WORDS, EDIT_WORDS
-from zos.cli.compare import POISON, first_mismatch, poison
+from zos.cli.compare import POISON, block_view_tensors, first_mismatch, poison
 from zos.cli.oracle import Oracle
 from zos.cli.oracle_prefill import PrefillOracle
+from zos.cli.oracle_views import expected_block_view
 from zos.metadata import StepMetadata
 
 __all__ = [
@@ -26,7 +27,9 @@ __all__ = [
     "PrefillOracle",
     "as_array",
     "assert_bitwise_equal",
+    "assert_block_view",
     "assert_golden",
+    "block_view_tensors",
     "edit_operands",
     "golden_cases",
     "kept_tokens",
@@ -58,6 +61,12 @@ def assert_bitwise_equal(actual: Array, expected: Array, name: str) -> None:
     """Equal dtype, shape and values, or an error with the first mismatch, its coordinates and both values."""
     difference = first_mismatch(as_array(actual), as_array(expected))
     assert difference is None, f"{name}: {difference}"
+
+
+def assert_block_view(view: zos.BlockView, oracle: Oracle, tickets: np.ndarray, num_kept: Sequence[int] | None) -> None:
+    """Every output as the oracle has it, bit for bit."""
+    for name, expected in expected_block_view(oracle, tickets.tolist(), num_kept).items():
+        assert_bitwise_equal(getattr(view, name), expected, name)
 
 
 def golden_cases(kind: str = "decode") -> list[dict[str, Any]]:

@@ -1,6 +1,7 @@
 """zos: the sequence-metadata service of an LLM decode engine with zero-overhead scheduling."""
 
 from zos.allocator import StateSlotAllocator
+from zos.block_view import BlockView
 from zos.bounded_replay import ReplayPlan, plan_bounded_replay
 from zos.cache import SwaCache
 from zos.device_loop import DeviceLoop
@@ -27,6 +28,7 @@ from zos.table import ErrorCode, Phase, SequenceTable
 __version__ = "0.1.0"
 
 __all__ = [
+    "BlockView",
     "CompressionRing",
     "CompressionState",
     "DecodeLoop",

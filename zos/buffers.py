@@ -10,6 +10,7 @@ import torch
 
 from device_kernels.decode_metadata import chunk_count
 from device_kernels.metadata import MAX_COMPRESSIONS
+from zos.block_view import new_block_view
 from zos.geometry import CompressionRing, RingGeometry
 from zos.metadata import DecodeMetadata, PrefillMetadata, SlotOrigin, StepMetadata
 from zos.ops import bind_prepare_v4_decode_metadata, bind_prepare_v4_prefill_metadata
@@ -83,6 +84,9 @@ class _StepBuffers(Generic[Metadata]):
             "compression_write_slot": self._zeros(len(compression), places, dtype=torch.int64),
             "compression_index": self._zeros(len(compression), places, dtype=torch.int64),
         }
+        step = geometry.tokens_per_step
+        # Made here, not when first asked for: that may be within a capture.
+        self._block_view = new_block_view(max_batch, geometry.window, geometry.ring, step, state_ids.device)
         self._constants: dict[str, Any] = {
             "records": table.records,
             "token_ids": table.token_ids,
@@ -91,7 +95,7 @@ class _StepBuffers(Generic[Metadata]):
             "compression_entries": tuple(ring.entries for ring in compression),
             "window": geometry.window,
             "ring": geometry.ring,
-            "tokens_per_step": geometry.tokens_per_step,
+            "tokens_per_step": step,
         }
         self._views: OrderedDict[Hashable, Metadata] = OrderedDict()
 
@@ -128,6 +132,7 @@ class _StepBuffers(Generic[Metadata]):
             tokens=tokens,
             **fields,
             marks=None if self._marks is None else self._marks[:batch],
+            block_view=None if self._block_view is None else self._block_view.rows(batch, operands["tokens_per_step"]),
             origin=self.origin,
             operands=operands,
             launch_prepare=type(self)._bind(**operands),

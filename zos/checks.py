@@ -49,6 +49,15 @@ _PREFILL = {
     "last_token_index": (INT64, "B"),
     "kv_swa_full_index": (INT32, "TW"),
 }
+_BLOCK = {  # by token place of a block view; dimensions after it
+    "kv_swa_index_offset_len": (INT32, "2"),
+    "swa_len": (INT32, ""),
+    "positions": (INT64, ""),
+    "swa_write_slot": (INT64, ""),
+    "token_row": (INT32, ""),
+    "token_state_id": (INT32, ""),
+}
+INDEX_VECTOR = 4  # columns of a block view's index that are stored at once
 # The kernels load and store these as vectors; a less aligned view would fault on the device instead of here.
 _ALIGNMENT = {
     "records": 16,
@@ -158,6 +167,37 @@ def check_prepare_v4_prefill_metadata(**operands: Any) -> None:
     most = operands["max_prefill_tokens"]
     whole_number("max_prefill_tokens", most, 1)
     _expect_metadata(operands, _PREFILL, most, most)
+
+
+def check_view_block(
+    records: torch.Tensor, tickets: torch.Tensor, num_kept: torch.Tensor | None, **operands: Any
+) -> None:
+    """Raise ValueError unless the arguments of view_block fit each other."""
+    window, ring, step = operands["window"], operands["ring"], operands["tokens_per_step"]
+    _expect_table(records, None, step)
+    whole_number("window", window, 1)
+    whole_number("capacity * ring", records.shape[0] * ring, 0)
+    if ring < window + step:
+        raise ValueError(
+            f"ring={ring} is too short for a non-causal block: window={window} and tokens_per_step={step} need {window + step}"
+        )
+    device, rows = records.device, tickets.numel() // 4
+    _expect("tickets", tickets, INT32, (rows, 4), device)
+    if num_kept is not None:
+        _expect("num_kept", num_kept, INT32, (rows,), device)
+    places = whole_number("B * tokens_per_step", rows * step, 0)
+    index = operands["kv_swa_index"]
+    columns = index.shape[1] if index.dim() == 2 else 0
+    if columns < window + step or columns % INDEX_VECTOR:
+        raise ValueError(
+            f"Invalid shape of kv_swa_index: expected [{places}, {window + step} or more, a multiple of {INDEX_VECTOR}], "
+            f"got {list(index.shape)}"
+        )
+    for name, (dtype, dimensions) in _BLOCK.items():
+        _expect(name, operands[name], dtype, (places, *map(int, dimensions)), device)
+    _expect("kv_swa_index", index, INT32, (places, columns), device)
+    if index.data_ptr() % (INDEX_VECTOR * index.element_size()):
+        raise ValueError(f"Invalid address of kv_swa_index: expected a multiple of 16, got {index.data_ptr():#x}")
 
 
 def check_commit(

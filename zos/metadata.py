@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from zos.block_view import BlockView
 from zos.table import SequenceTable
 
 
@@ -54,6 +55,7 @@ class StepMetadata:
     tickets: torch.Tensor
     # int32 [B] with snapshot_every, written by commit: the boundary at which the row's state is worth a snapshot [-1]
     marks: torch.Tensor | None
+    block_view: BlockView | None  # what `view_block` writes; None where the ring is too short for it
     origin: SlotOrigin
     operands: Mapping[str, Any]  # arguments of the prepare operator by name
     launch_prepare: Callable[[], None]  # the operator, bound to them: no check, no packing per step

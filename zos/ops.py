@@ -12,6 +12,9 @@ prepare_v4_decode_metadata
 prepare_v4_prefill_metadata
     The same but for kv_swa_index, chunk_places and packed; and swa_load_plan int32 [B, 3, 4], last_token_index int64 [B],
     kv_swa_full_index int32 [T, W] or None, max_prefill_tokens (= T).
+view_block
+    records, tickets int32 [B, 4], num_kept int32 [B] or None; then the outputs of `zos.BlockView` by name, of B * Q token places;
+    window, ring (window + Q or more), tokens_per_step. Writes its outputs only.
 swa_ring_store
     values float32, float16 or bfloat16 [T, D] (D a multiple of 32), write_slot int64 [T] (state * R + slot; others, -1 among them,
     are skipped; no slot twice), swa_cache uint8 [S, R, 1, D + D / 32] (strides of states and slots free), cast_back like values or
@@ -57,6 +60,7 @@ from typing import Any
 
 import torch
 
+import device_kernels.block_view
 import device_kernels.commit
 import device_kernels.decode_attention
 import device_kernels.decode_metadata
@@ -66,6 +70,7 @@ import device_kernels.ring_load
 import device_kernels.ring_snapshot
 import device_kernels.ring_store
 import device_kernels.table_edits
+import host_fallback.block_view
 import host_fallback.commit
 import host_fallback.decode_attention
 import host_fallback.decode_metadata
@@ -80,6 +85,7 @@ from zos import checks
 KERNELS = (
     *device_kernels.decode_metadata.KERNELS,
     *device_kernels.prefill_metadata.KERNELS,
+    *device_kernels.block_view.KERNELS,
     *device_kernels.commit.KERNELS,
     *device_kernels.table_edits.KERNELS,
     *device_kernels.mailbox.KERNELS,
@@ -178,6 +184,14 @@ _define(
     checks.check_prepare_v4_prefill_metadata,
     host_fallback.prefill_metadata.prepare_v4_prefill_metadata,
     device_kernels.prefill_metadata.prepare_v4_prefill_metadata,
+)
+_define(
+    "view_block(Tensor records, Tensor tickets, Tensor? num_kept, Tensor(a!) kv_swa_index_offset_len, "
+    "Tensor(b!) kv_swa_index, Tensor(c!) swa_len, Tensor(d!) positions, Tensor(e!) swa_write_slot, Tensor(f!) token_row, "
+    "Tensor(g!) token_state_id, int window, int ring, int tokens_per_step) -> ()",
+    checks.check_view_block,
+    host_fallback.block_view.view_block,
+    device_kernels.block_view.view_block,
 )
 _define(
     "commit(Tensor(a!) records, Tensor(b!)? token_ids, Tensor tickets, Tensor num_kept, Tensor? finished, "

@@ -13,6 +13,7 @@ from device_kernels import device_loop
 from host_fallback.commit import APPENDED, TAKEN
 from zos.arguments import whole_number
 from zos.batches import BatchEdits
+from zos.block_view import BlockView, launch_block_view
 from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
 from zos.devices import resolve_device
 from zos.edits import LIFE_EDITS, StagedEdits, is_forks
@@ -221,17 +222,8 @@ class MetadataService(BatchEdits):
         MetadataReplacedError
             The slot was since prepared with another batch size.
         """
-        if not isinstance(metadata, StepMetadata):
-            raise ValueError(f"metadata is a {type(metadata).__name__}, not what prepare returned")
-        if metadata.origin.table is not self.table:
-            raise ValueError("metadata was prepared by another MetadataService")
-        prepared = metadata.origin.prepared_batch
-        known = prepared is not None and metadata.origin.prepared_after == self._replays
+        self._check_prepared_here(metadata)
         capturing = self._order.capturing()
-        if known and prepared != metadata.batch and not capturing:
-            raise MetadataReplacedError(
-                f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
-            )
         slot = None if metadata.slot < 0 else self._slots[metadata.slot]
         mailbox = None if slot is None else slot.mailbox
         prefill = isinstance(metadata, PrefillMetadata)
@@ -286,6 +278,63 @@ class MetadataService(BatchEdits):
         if pool.table is not self.table:
             raise ValueError("pool was made for another MetadataService")
         self._snapshots = pool
+
+    @torch.compiler.disable
+    def view_block(self, metadata: StepMetadata, num_kept: torch.Tensor | None = None) -> BlockView:
+        """Where a block drafter's next Q tokens of every prepared row read and write; moves nothing, one launch.
+
+        Each row's block begins at its ticket's q_start + num_kept, whatever its seqlen_q, and is not causal: its Q tokens see the W
+        positions before it and the whole block. Padding where the row has no tokens, its sequence has ended or been replaced,
+        num_kept is outside 0 … seqlen_q, the block would pass position 2^31 - 1, or swa_valid_start lies past its beginning.
+        Meant for the time between a step and its commit; after that the ticket still decides where the block begins, and the table
+        what is valid. May be captured.
+
+        Parameters
+        ----------
+        metadata : DecodeMetadata or PrefillMetadata
+            What `prepare` or `prepare_prefill` returned.
+        num_kept : torch.Tensor, optional
+            int32 [B] on the device, as for `commit`; not read for prefilling rows, which keep all their tokens. Default: 0 each.
+
+        Returns
+        -------
+        BlockView
+            Views over fixed buffers, valid until the slot's next call of the kind.
+
+        Raises
+        ------
+        ValueError
+            The ring has fewer than W + Q slots; or as commit.
+        MetadataReplacedError
+            As commit.
+
+        Examples
+        --------
+        >>> svc = MetadataService(capacity=16, max_batch=4, device="cpu")
+        >>> svc.admit(state_id=3, q_start=1000)
+        >>> svc.set_batch([3], batch=1)
+        >>> svc.view_block(svc.prepare(), torch.tensor([2], dtype=torch.int32)).positions.tolist()
+        [1002, 1003, 1004, 1005, 1006, 1007]
+        """
+        self._check_prepared_here(metadata)
+        self._order.join()
+        kept = None if num_kept is None else _as_tensor("num_kept", num_kept)
+        view = launch_block_view(metadata.block_view, self.table.records, metadata.tickets, kept, self.geometry)
+        self._order.mark()
+        return view
+
+    def _check_prepared_here(self, metadata: StepMetadata) -> None:
+        """Raise unless these are this service's metadata, and not known to be replaced."""
+        if not isinstance(metadata, StepMetadata):
+            raise ValueError(f"metadata is a {type(metadata).__name__}, not what prepare returned")
+        if metadata.origin.table is not self.table:
+            raise ValueError("metadata was prepared by another MetadataService")
+        prepared = metadata.origin.prepared_batch
+        known = prepared is not None and metadata.origin.prepared_after == self._replays
+        if known and prepared != metadata.batch and not self._order.capturing():
+            raise MetadataReplacedError(
+                f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
+            )
 
     def flush(self) -> None:
         """Apply what is staged now, in one launch on the current stream; nothing staged, nothing launched.
@@ -446,6 +495,8 @@ class MetadataService(BatchEdits):
         metadata = self.private_metadata(1, self.geometry.tokens_per_step)
         self.launch_prepare(metadata)
         self.launch_prepare(self._new_prefill_buffers(-1).view(1, full_index=True))
+        if metadata.block_view is not None:
+            self.view_block(metadata)
         self.commit(metadata, torch.zeros(1, dtype=torch.int32, device=self.device))
         self._edits.launch_nothing()
         self._order.mark()

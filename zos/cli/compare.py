@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from zos.block_view import OUTPUTS, BlockView
 from zos.mailbox import StepRecord
 from zos.metadata import StepMetadata
 
@@ -51,6 +52,11 @@ def metadata_tensors(metadata: StepMetadata) -> dict[str, torch.Tensor]:
         tensors[f"compression_write_slot[{ratio}]"] = metadata.compression_write_slot[ratio]
         tensors[f"compression_index[{ratio}]"] = metadata.compression_index[ratio]
     return tensors
+
+
+def block_view_tensors(view: BlockView) -> dict[str, torch.Tensor]:
+    """Every output of a view_block by name, in the operator's order."""
+    return {name: getattr(view, name) for name in OUTPUTS}
 
 
 def metadata_arrays(metadata: StepMetadata) -> dict[str, np.ndarray]:
