@@ -52,6 +52,7 @@ __device__ __forceinline__ Block block_of_row(const Params& p, int row) {
 }
 
 extern "C" __global__ void view_block(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     const int place = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, lane = threadIdx.x % WARP;
     if (place >= p.num_places) return;
     const int row = place / p.tokens_per_step, ring = p.ring.divisor;

@@ -9,7 +9,7 @@ from device_kernels.module import Kernel, divisor, pointer
 WARP = 32
 WARPS = 4  # of a block; no warp waits for another
 
-_VIEW = Kernel("block_view", "view_block", "10P" + "5i" + "iIi")
+_VIEW = Kernel("block_view", "view_block", "10P" + "5i" + "iIi", overlaps=True)
 KERNELS = (_VIEW,)
 
 

@@ -50,6 +50,7 @@ __device__ __forceinline__ int marked_state(const Params& p, int4 ticket, int ma
 }
 
 extern "C" __global__ void swa_ring_snapshot_plan(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     int marked = 0;
     for (int first = 0; first < p.num_rows; first += blockDim.x) {
         const int row = first + threadIdx.x;
@@ -122,6 +123,7 @@ __device__ __forceinline__ void copy_part(const Params& p, const long long* entr
 }
 
 extern "C" __global__ void __launch_bounds__(COPY_THREADS) swa_ring_snapshot_copy(const __grid_constant__ Params p) {
+    wait_for_predecessor();
     const int planned = static_cast<int>(p.progress[PLANNED]);
     if (planned == 0) return;
     const long long parts = (p.state_bytes + PART_BYTES - 1) / PART_BYTES;

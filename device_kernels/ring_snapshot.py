@@ -14,8 +14,8 @@ COPY_THREADS = 256
 COPY_BLOCKS = 256
 
 _LAYOUT = "10P2q5i"
-_PLAN = Kernel("ring_snapshot", "swa_ring_snapshot_plan", _LAYOUT)
-_COPY = Kernel("ring_snapshot", "swa_ring_snapshot_copy", _LAYOUT)
+_PLAN = Kernel("ring_snapshot", "swa_ring_snapshot_plan", _LAYOUT, overlaps=True)
+_COPY = Kernel("ring_snapshot", "swa_ring_snapshot_copy", _LAYOUT, overlaps=True)
 KERNELS = (_PLAN, _COPY)
 
 
