@@ -53,7 +53,7 @@ def assert_dense_greedy(model: V4Model, generation: Generation) -> None:
     assert not wrong, f"prompt of {prompt}: {len(wrong)} tokens differ, the first at {wrong[0]}"
 
 
-class KnownDrafter:
+class KnownDrafter(Drafter):
     """A drafter that knows what each state's sequence becomes, and a rule of what to make of it.
 
     `truth` is int64 [states, positions]; `guess` gets the right drafts int64 [B, Q - 1].
