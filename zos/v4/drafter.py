@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from zos.service import MetadataService
+from zos.v4.block_view import block_view
 from zos.v4.config import V4Config
 from zos.v4.layers import Layer, RMSNorm, linear
 from zos.v4.model import V4Model, randomise
@@ -65,7 +66,7 @@ class BlockDrafter(Drafter):
         write_slot = torch.where(kept, md.swa_write_slot[verified.places], -1)
         self.observe(md.positions[verified.places].flatten(), write_slot.flatten(), verified.hidden.flatten(0, 1))
         # The block's vectors take the slots of the drafts that were rejected, so they come after the context's.
-        step = BlockStep(self._target.config, self._state, self._service.view_block(md, num_kept))
+        step = BlockStep(self._target.config, self._state, block_view(self._service, md, num_kept))
         x = self._model.mask_embedding.repeat(rows, width, 1)
         x[:, 0] = self._target.embedding(verified.bonus)
         x = x.flatten(0, 1).to(self._target.config.state_dtype)

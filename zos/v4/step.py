@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
 from zos.attention import attend, swa_decode_attention, swa_prefill_attention
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
+from zos.v4.block_view import BlockView
 from zos.v4.config import LATENT, V4Config
 from zos.v4.state import V4State
 
@@ -22,6 +23,38 @@ class Pooling(Protocol):
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Entries [n, 512] of tokens [n, ratio, width] whose last has position int64 [n]."""
         ...
+
+
+class WindowMetadata(Protocol):
+    """Where tokens of a prefill step find their windows: fields of PrefillMetadata, of B rows and T token places."""
+
+    @property
+    def swa_load_plan(self) -> torch.Tensor:
+        """int32 [B, 3, 4]."""
+
+    @property
+    def kv_swa_full_index_pivots(self) -> torch.Tensor:
+        """int32 [T, 4]."""
+
+    @property
+    def swa_write_slot(self) -> torch.Tensor:
+        """int64 [T]."""
+
+    @property
+    def last_token_index(self) -> torch.Tensor:
+        """int64 [B]."""
+
+
+class TailMetadata(WindowMetadata, Protocol):
+    """The tokens of a prefill step that consumer layers run on: those of each prompt's last window."""
+
+    @property
+    def token_index(self) -> torch.Tensor:
+        """Places in the whole step, int [T], -1 on padding."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]."""
 
 
 class Step:
@@ -94,13 +127,13 @@ class Step:
 class RingStep(Step):
     """A step that writes its vectors first, then reads rings alone."""
 
-    metadata: Any  # swa_write_slot, kv_swa_index and swa_len
+    _rings: DecodeMetadata | BlockView  # what says where the tokens' windows are
 
     def attend_window(
         self, layer: int, q: torch.Tensor, kv_swa: torch.Tensor, scale: float, sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Step.attend_window."""
-        md, ring = self.metadata, self.state.rings[layer]
+        md, ring = self._rings, self.state.rings[layer]
         torch.ops.zos.swa_ring_store(kv_swa.to(self.config.ring_dtype), md.swa_write_slot, ring)
         return swa_decode_attention(q, ring, md.kv_swa_index, md.swa_len, scale, sink)
 
@@ -110,6 +143,7 @@ class DecodeStep(RingStep):
 
     def __init__(self, config: V4Config, state: V4State, metadata: DecodeMetadata) -> None:
         super().__init__(config, state, metadata)
+        self._rings = metadata
         width = config.geometry.tokens_per_step
         self.places, self.asked = row_places(metadata, width)
         self._place_in_rows = self._row * width + (self.positions - self._q_start).clamp(0, width - 1)
@@ -128,10 +162,11 @@ class PrefillStep(Step):
 
     metadata: PrefillMetadata
 
-    def __init__(self, config: V4Config, state: V4State, metadata: PrefillMetadata) -> None:
+    def __init__(
+        self, config: V4Config, state: V4State, metadata: PrefillMetadata, tail: TailMetadata | None = None
+    ) -> None:
         super().__init__(config, state, metadata)
-        self._windows: Any = metadata  # what says where these tokens' windows are
-        tail = getattr(metadata, "tail", None)
+        self._windows: WindowMetadata = metadata  # what says where these tokens' windows are
         self._consumers: PrefillStep = self if tail is None else TailStep(self, tail)
 
     @property
@@ -142,14 +177,12 @@ class PrefillStep(Step):
     @property
     def write_slot(self) -> torch.Tensor:
         """Where the tokens' entries go: int64 [T]."""
-        slots: torch.Tensor = self._windows.swa_write_slot
-        return slots
+        return self._windows.swa_write_slot
 
     @property
     def last_token_index(self) -> torch.Tensor:
         """Place of each row's last token among this step's: int64 [B], 0 where it has none."""
-        last: torch.Tensor = self._windows.last_token_index
-        return last.clamp(min=0)
+        return self._windows.last_token_index.clamp(min=0)
 
     def attend_window(
         self, layer: int, q: torch.Tensor, kv_swa: torch.Tensor, scale: float, sink: torch.Tensor | None = None
@@ -183,7 +216,7 @@ class PrefillStep(Step):
 class TailStep(PrefillStep):
     """The part of a prefill step that consumer layers run on: the tokens of each prompt's last window."""
 
-    def __init__(self, whole: PrefillStep, tail: Any) -> None:
+    def __init__(self, whole: PrefillStep, tail: TailMetadata) -> None:
         self.config, self.state, self.metadata = whole.config, whole.state, whole.metadata
         self.positions, self._windows, self._consumers = tail.positions, tail, self
         self._live, self._place = tail.token_index >= 0, tail.token_index.long().clamp(min=0)
@@ -198,8 +231,8 @@ class TailStep(PrefillStep):
 class BlockStep(RingStep):
     """A draft block: every query sees its row's context and the whole block, as the view's index says."""
 
-    def __init__(self, config: V4Config, state: V4State, view: Any) -> None:
-        self.config, self.state, self.metadata, self.positions = config, state, view, view.positions
+    def __init__(self, config: V4Config, state: V4State, view: BlockView) -> None:
+        self.config, self.state, self.positions, self._rings = config, state, view.positions, view
 
 
 def attend_entries(
