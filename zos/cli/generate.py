@@ -62,10 +62,10 @@ def run(arguments: argparse.Namespace) -> int:
     config, device = PRESETS[arguments.preset](), chosen_device(arguments.device)
     prompts = read_prompts(arguments, config.vocabulary)
     model = V4Model(config, device, arguments.seed)
-    longest = max(map(len, prompts)) + arguments.tokens
+    longest = max(map(len, prompts))
     drafter = None if arguments.no_drafts else DraftModel(config, device, arguments.seed + 1)
     generator = Generator(
-        model, longest, min(arguments.batch, len(prompts)), arguments.chunk,
+        model, longest + arguments.tokens, min(arguments.batch, len(prompts)), min(arguments.chunk, longest),
         make_drafter=lambda service, state: BlockDrafter(model, drafter, service, state) if drafter else Drafter(),
     )  # fmt: skip
     generator.loop.capture()

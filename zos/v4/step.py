@@ -221,7 +221,6 @@ class TailStep(PrefillStep):
         self.positions, self._windows, self._consumers = tail.positions, tail, self
         self._live, self._place = tail.token_index >= 0, tail.token_index.long().clamp(min=0)
         self._row = whole._row[self._place]
-        self._state_id = torch.where(self._live, whole._state_id[self._place], whole.state.scratch)
 
     def selected(self, x: torch.Tensor) -> torch.Tensor:
         """As Step.selected."""
