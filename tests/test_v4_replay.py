@@ -61,3 +61,33 @@ def test_bounded_replay(device: str, chunk: int, seed: int) -> None:
         torch.testing.assert_close(logits[hit - window :], truncated(model, ids, hit), **SAME_IN_FLOAT64)
         cold = dense_forward(model, ids).logits[hit - window :]
         assert (logits[hit - window :] - cold).abs().max() > 1e-3  # the truncation is no nothing
+
+
+@pytest.mark.parametrize("chunk", [5, 60])
+def test_tail(device: str, chunk: int, seed: int) -> None:
+    """Consumer layers that run on a prompt's last window alone give the logits of a dense run whose consumers see only that."""
+    rng = np.random.default_rng(seed)
+    model, window = tiny_model(device, seed, SMALL), SMALL.window
+    ends = [window - 3, 40, 40 + int(rng.integers(1, 20))]
+    sequences = [torch.from_numpy(rng.integers(0, 256, end + 2 * window)).to(device) for end in ends]
+    found = forced_logits(model, sequences, ends, rng, chunk, tail=True)
+    for ids, end, logits in zip(sequences, ends, found, strict=True):
+        start = max(0, end - window)
+        assert logits[:start].isnan().all()
+        expected = dense_forward(model, ids, Visibility(consumer_start=start)).logits
+        torch.testing.assert_close(logits[start:], expected[start:], **SAME_IN_FLOAT64)
+        if start:
+            assert (logits[start:] - dense_forward(model, ids).logits[start:]).abs().max() > 1e-3
+
+
+def test_bounded_replay_with_tail(device: str, seed: int) -> None:
+    """Both truncations at once, as after a prefix hit: producers from the hit's window on, consumers from the prompt's."""
+    rng = np.random.default_rng(seed)
+    model, window = tiny_model(device, seed, SMALL), SMALL.window
+    hits = [window + 5, 2 * int(rng.integers(10, 30)) + 1]
+    sequences = [torch.from_numpy(rng.integers(0, 256, hit + 60)).to(device) for hit in hits]
+    for ids, hit, logits in zip(sequences, hits, replayed(model, sequences, hits, rng, 9, tail=True), strict=True):
+        start, begin = hit + 20 - window, hit - window
+        expected = truncated(model, ids, hit, consumer_start=start)
+        assert logits[:start].isnan().all()
+        torch.testing.assert_close(logits[start:], expected[start - begin :], **SAME_IN_FLOAT64)

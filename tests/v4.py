@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -53,7 +54,7 @@ def assert_dense_greedy(model: V4Model, generation: Generation) -> None:
     assert not wrong, f"prompt of {prompt}: {len(wrong)} tokens differ, the first at {wrong[0]}"
 
 
-class KnownDrafter:
+class KnownDrafter(Drafter):
     """A drafter that knows what each state's sequence becomes, and a rule of what to make of it.
 
     `truth` is int64 [states, positions]; `guess` gets the right drafts int64 [B, Q - 1].
@@ -112,11 +113,13 @@ def forced_logits(
     rng: np.random.Generator,
     chunk: int,
     admit: Callable[[zos.MetadataService, V4State, int], None] | None = None,
+    tail: bool = False,
 ) -> list[torch.Tensor]:
     """Logits [n, vocabulary] of every position of known sequences int64 [n], NaN where none were made.
 
     Prompts go through chunks, the rest through decode steps in which a random number of tokens is kept and the drafts after those
-    are random ids. `admit(service, state, row)` puts sequence `row` into state `row`, where that is not from its start.
+    are random ids. With `tail` consumer layers run on the last window of each prompt only. `admit(service, state, row)` puts
+    sequence `row` into state `row`, where that is not from its start.
     """
     config, device = model.config, model.head.weight.device
     rows, step = len(sequences), config.geometry.tokens_per_step
@@ -148,11 +151,45 @@ def forced_logits(
         is_kept = live & (md.positions < (md.seqlens_k - md.seqlens_q + kept)[row])
         noise = torch.from_numpy(rng.integers(0, config.vocabulary, md.tokens)).to(device)
         ids = torch.where(is_kept, state.prompts[row, position], noise)
-        view = PrefillStep(config, state, md) if prefilling else DecodeStep(config, state, md)  # type: ignore[arg-type]
-        logits = model.logits(model(ids, view))
-        for place in is_kept.nonzero().flatten().tolist():
-            if md.positions[place] < len(found[row[place]]):
-                found[row[place]][md.positions[place]] = logits[place]
+        view: DecodeStep | PrefillStep
+        if isinstance(md, zos.PrefillMetadata):
+            view = PrefillStep(config, state, md, tail_of(svc, md) if tail else None)
+        else:
+            view = DecodeStep(config, state, md)
+        logits, taken = model.logits(model(ids, view)), view.consumers
+        for place in taken.selected(is_kept).nonzero().flatten().tolist():
+            of_row, at = found[taken._row[place]], taken.positions[place]
+            if taken._live[place] and at < len(of_row):
+                of_row[at] = logits[place]
         svc.commit(md, kept)
     svc.check()
     return found
+
+
+def tail_of(svc: zos.MetadataService, md: zos.PrefillMetadata) -> SimpleNamespace:
+    """A TailMetadata: what a service says of the same rows if their chunks begin where the prompt's last window does."""
+    window = svc.geometry.window
+    shadow = zos.MetadataService(svc.capacity, md.batch, svc.geometry, svc.device, svc.max_prefill_tokens)
+    places = []
+    for row, (state_id, _, q_start, seqlen_q) in enumerate(md.tickets.tolist()):
+        if seqlen_q == 0:
+            continue
+        prompt_end, valid_start = (int(c[state_id]) for c in (svc.table.prompt_end, svc.table.swa_valid_start))
+        start = max(q_start, prompt_end - window)
+        skipped = min(start - q_start, seqlen_q)
+        place = int(md.cu_seqlens_q[row]) + skipped
+        places += range(place, place + seqlen_q - skipped)
+        first = max(valid_start, prompt_end - window, 0)
+        shadow.admit(state_id, start, seqlen_q - skipped, swa_valid_start=min(first, start), prompt_end=prompt_end)
+    shadow.set_prefill_batch(md.state_ids.tolist())
+    tail = shadow.prepare_prefill()
+    token_index = torch.tensor(places + [-1] * (md.tokens - len(places)), device=svc.device)
+    assert int(tail.num_tokens) == len(places)
+    return SimpleNamespace(
+        token_index=token_index,
+        positions=tail.positions,
+        kv_swa_full_index_pivots=tail.kv_swa_full_index_pivots,
+        swa_load_plan=tail.swa_load_plan,
+        swa_write_slot=tail.swa_write_slot,
+        last_token_index=tail.last_token_index,
+    )

@@ -15,8 +15,10 @@ from zos.cli import InputError
 from zos.cli.options import chosen_device, whole
 from zos.v4.config import V4Config
 from zos.v4.dense import dense_forward
+from zos.v4.drafter import BlockDrafter, DraftModel
 from zos.v4.generator import Generation, Generator
 from zos.v4.model import V4Model
+from zos.v4.speculative import Drafter
 
 PRESETS: dict[str, Callable[[], V4Config]] = {"tiny": V4Config.tiny, "v41_flash": V4Config.v41_flash}
 BF16_ERROR = 2e-2  # of a token's largest logit: two that are nearer than twice that may change places
@@ -36,7 +38,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "generate",
         help="generate with a random V4.1-shaped model",
         description="Generate greedily with a V4.1-shaped model of random weights: chunked prefill, then speculative decode steps "
-        "(on a GPU captured) whose state is in MXFP8 rings. Prompts are texts, whose UTF-8 bytes are the token ids.",
+        "(on a GPU captured) whose state is in MXFP8 rings. The draft model's weights are random too, so few drafts are accepted. "
+        "Prompts are texts, whose UTF-8 bytes are the token ids.",
     )
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="a text, or with --ids token ids: '5 17 200'")
     parser.add_argument("--file", type=Path, metavar="FILE", help="more prompts, one a line")
@@ -59,8 +62,12 @@ def run(arguments: argparse.Namespace) -> int:
     config, device = PRESETS[arguments.preset](), chosen_device(arguments.device)
     prompts = read_prompts(arguments, config.vocabulary)
     model = V4Model(config, device, arguments.seed)
-    longest = max(map(len, prompts)) + arguments.tokens
-    generator = Generator(model, longest, min(arguments.batch, len(prompts)), arguments.chunk)
+    longest = max(map(len, prompts))
+    drafter = None if arguments.no_drafts else DraftModel(config, device, arguments.seed + 1)
+    generator = Generator(
+        model, longest + arguments.tokens, min(arguments.batch, len(prompts)), min(arguments.chunk, longest),
+        make_drafter=lambda service, state: BlockDrafter(model, drafter, service, state) if drafter else Drafter(),
+    )  # fmt: skip
     generator.loop.capture()
     generations = [generator.submit(prompt, arguments.tokens) for prompt in prompts]
     begin = time.perf_counter()

@@ -109,9 +109,13 @@ class V4Config:
         """Producer layers that compress, in order."""
         return tuple(layer for layer in range(self.producers) if self.ratios[layer])
 
+    def ratio(self, layer: int) -> int:
+        """Tokens per compressed entry; 0 for a layer that sees its window only, as draft layers (those after the last) do."""
+        return self.ratios[layer] if layer < self.layers else 0
+
     def compressed_by(self, layer: int) -> int | None:
         """Layer whose compressed entries a layer reads: its own, for a consumer the last producer's of its ratio; None for none."""
-        ratio = self.ratios[layer]
+        ratio = self.ratio(layer)
         if not ratio:
             return None
         if layer < self.producers:
@@ -123,7 +127,7 @@ class V4Config:
 
     def theta(self, layer: int) -> float:
         """Base of a layer's rotary table."""
-        return self.compress_rope_theta if self.ratios[layer] else self.rope_theta
+        return self.compress_rope_theta if self.ratio(layer) else self.rope_theta
 
     def compression_rings(self) -> tuple[CompressionRing, ...]:
         """Rings that the metadata must serve: one for each ratio."""

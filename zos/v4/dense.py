@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional
 
 from zos.v4.config import LATENT, V4Config
+from zos.v4.drafter import DraftModel
 from zos.v4.layers import Attention, Compressor, Layer, RMSNorm
 from zos.v4.model import V4Model
 
@@ -44,6 +45,7 @@ class DenseRun:
     """What a dense run found, from position `first` on."""
 
     logits: torch.Tensor  # [n, vocabulary]
+    hidden: torch.Tensor  # [n, dim]: final, normed
     compressed: dict[int, torch.Tensor]  # by compressing layer: [entries from position 0 on, 512]
 
 
@@ -64,9 +66,27 @@ def dense_forward(model: V4Model, ids: torch.Tensor, visibility: Visibility | No
         start = visibility.producer_start if number < config.producers else visibility.consumer_start
         entries, ratio = (None, 0) if source is None else (compressed[source], config.ratios[source])
         x = x + _attention(normed, positions, attention, start, entries, ratio)
-        gate, up = (_norm(x, layer.mlp_norm) @ layer.gate_up_proj.weight.T).chunk(2, -1)
-        x = x + (functional.silu(gate) * up) @ layer.down_proj.weight.T
-    return DenseRun(_norm(x, model.norm) @ model.head.weight.T, compressed)
+        x = x + _mlp(x, layer)
+    hidden = _norm(x, model.norm)
+    return DenseRun(hidden @ model.head.weight.T, hidden, compressed)
+
+
+def dense_drafts(
+    model: V4Model, draft_model: DraftModel, ids: torch.Tensor, bonus: int, hidden: torch.Tensor
+) -> torch.Tensor:
+    """The draft model's tokens int64 [Q - 1] after tokens int64 [n] with final hidden states [n, dim], and a bonus token."""
+    config = model.config
+    width, n = config.geometry.tokens_per_step, len(ids)
+    positions = torch.arange(max(0, n - config.geometry.window), n + width, device=ids.device)
+    context = hidden[positions[:-width]] @ draft_model.context_proj.weight.T
+    x = draft_model.mask_embedding.expand(width, -1).to(config.state_dtype).clone()
+    x[0] = model.embedding.weight[bonus]
+    for layer in draft_model.layers:
+        assert isinstance(layer, Layer)
+        tokens = torch.cat([_norm(context, layer.attention_norm), _norm(x, layer.attention_norm)])
+        x = x + _attention(tokens, positions, layer.attention, 0, None, 0, block=width)[-width:]
+        x = x + _mlp(x, layer)
+    return (_norm(x, draft_model.norm) @ model.head.weight.T).argmax(-1)[1:]
 
 
 def mxfp8_round_trip(x: torch.Tensor) -> torch.Tensor:
@@ -86,12 +106,16 @@ def _attention(
     start: int,
     entries: torch.Tensor | None,
     ratio: int,
+    block: int = 0,
 ) -> torch.Tensor:
-    """Attention of a layer, [n, dim] -> [n, dim]: a mask over the window's keys and the compressed entries, one softmax."""
+    """Attention of a layer, [n, dim] -> [n, dim]: a mask over the window's keys and the compressed entries, one softmax.
+
+    The last `block` tokens see all tokens.
+    """
     config, sums = layer.config, layer.config.state_dtype
     latent, kv = (x @ layer.q_a_kv_swa_proj.weight.T).split([config.query_latent, LATENT], -1)
     q = (_norm(latent, layer.q_norm) @ layer.q_b_proj.weight.T).unflatten(-1, (config.heads, LATENT))
-    theta = config.rope_theta if config.ratios[layer.number] == 0 else config.compress_rope_theta
+    theta = config.rope_theta if config.ratio(layer.number) == 0 else config.compress_rope_theta
     q = _rotated(q, positions[:, None], theta, config.rope_dims, 1, sums).to(sums)
     kv = _rotated(_norm(kv, layer.kv_norm), positions, theta, config.rope_dims, 1, sums)
     keys = mxfp8_round_trip(kv).to(sums)
@@ -101,6 +125,7 @@ def _attention(
     for begin in range(0, len(q), QUERY_BLOCK):
         p = positions[begin : begin + QUERY_BLOCK, None]
         mask = (positions <= p) & (positions > p - config.geometry.window) & (positions >= start)
+        mask |= p > positions[-1] - block
         if entries is not None:
             last_token = (torch.arange(len(entries), device=x.device) + 1) * ratio - 1
             mask = torch.cat([mask, last_token <= p], 1)
@@ -111,6 +136,11 @@ def _attention(
         parts.append(torch.softmax(scores, 2)[:, :, : len(keys)] @ keys)
     out = _rotated(torch.cat(parts).to(x.dtype), positions[:, None], theta, config.rope_dims, -1, sums)
     return out.flatten(1) @ layer.o_proj.weight.T
+
+
+def _mlp(x: torch.Tensor, layer: Layer) -> torch.Tensor:
+    gate, up = (_norm(x, layer.mlp_norm) @ layer.gate_up_proj.weight.T).chunk(2, -1)
+    return (functional.silu(gate) * up) @ layer.down_proj.weight.T
 
 
 def _compressed(

@@ -74,10 +74,10 @@ class Generator:
             config.compression_rings(), carry_tokens=True,
         )  # fmt: skip
         self.state = V4State(config, max_batch, max_length, self.service.device)
-        drafter = None if make_drafter is None else make_drafter(self.service, self.state)
+        self._drafter = Drafter() if make_drafter is None else make_drafter(self.service, self.state)
         self.loop = DecodeLoop(
             self.service,
-            SpeculativeStep(model, self.state, self.service, drafter),
+            SpeculativeStep(model, self.state, self.service, self._drafter),
             buckets=[max_batch],
             kept_tokens=True,
         )
@@ -147,7 +147,9 @@ class Generator:
         metadata = self.service.prepare_prefill()
         step = PrefillStep(self.model.config, self.state, metadata)
         hidden = self.model(input_ids(metadata, self.state, self.service.table.prompt_end), step)
-        bonus = self.model.logits(hidden[step.last_token_index]).argmax(-1)
+        taken = step.consumers
+        self._drafter.observe(taken.positions, taken.write_slot, hidden)
+        bonus = self.model.logits(hidden[taken.last_token_index]).argmax(-1)
         next_tokens = bonus.new_zeros(metadata.batch, self.model.config.geometry.tokens_per_step)
         next_tokens[:, 0] = bonus
         self.service.commit(metadata, metadata.seqlens_q, None, next_tokens)

@@ -91,7 +91,12 @@ class Attention(nn.Module):
         self.o_proj = linear(heads * LATENT, config.dim, config)
         self.rotary = Rotary(config.theta(number), config)
         self.sink = nn.Parameter(torch.zeros(heads, dtype=config.state_dtype)) if config.attention_sink else None
-        self.compressor = Compressor(config.ratios[number], config) if self.source == number else None
+        self.compressor = Compressor(config.ratio(number), config) if self.source == number else None
+
+    def window_vectors(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The sliding window's vectors [T, 512] alone."""
+        vectors: torch.Tensor = self.rotary(self.kv_norm(self.q_a_kv_swa_proj(x)[..., -LATENT:]), positions)
+        return vectors
 
     def project(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Queries [T, H, 512] and the sliding window's vectors [T, 512], rotated, of x [T, dim]."""

@@ -45,9 +45,12 @@ class V4Model(nn.Module):
         randomise(self, torch.Generator(device).manual_seed(seed))
 
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
-        """Final hidden states [T, dim] of a step's tokens int64 [T]; writes rings and compressed entries. May be captured."""
+        """Final hidden states [n, dim] of those tokens that the step's consumers take, of int64 [T]. May be captured."""
         x = self.embedding(input_ids).to(self.config.state_dtype)  # the residual stream is not rounded between layers
-        for layer in self.layers:
+        for number, layer in enumerate(self.layers):
+            if number == self.config.producers:
+                step = step.consumers
+                x = step.selected(x)
             x = layer(x, step)
         normed: torch.Tensor = self.norm(x)
         return normed

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -22,22 +22,18 @@ class Verified(NamedTuple):
         torch.Tensor
     )  # int32 [B]: tokens kept, the bonus token of the step before included; 0 for a row without tokens
     bonus: torch.Tensor  # int64 [B]: the target's token after those kept: first of the next step
+    places: torch.Tensor  # int64 [B, Q]: token places of the row's tokens; past its seqlen_q any
     hidden: torch.Tensor  # [B, Q, dim]: the target's final hidden states of the step's tokens
 
 
-class Drafter(Protocol):
-    """What guesses the tokens after the bonus token."""
+class Drafter:
+    """What guesses the tokens after the bonus token; this one guesses none."""
+
+    def observe(self, positions: torch.Tensor, write_slot: torch.Tensor, hidden: torch.Tensor) -> None:
+        """See tokens of prompts: positions int64 [T], where their ring entries go int64 [T], and final hidden states [T, dim]."""
 
     def __call__(self, verified: Verified) -> tuple[torch.Tensor, torch.Tensor]:
         """Drafts int64 [B, Q - 1] and how many of them are meant, int [B]; capturable."""
-        ...
-
-
-class NoDrafts:
-    """One token a step."""
-
-    def __call__(self, verified: Verified) -> tuple[torch.Tensor, torch.Tensor]:
-        """No row has a draft."""
         drafts = verified.metadata.positions.new_zeros(verified.hidden.shape[0], verified.hidden.shape[1] - 1)
         return drafts, torch.zeros_like(verified.num_kept)
 
@@ -94,7 +90,7 @@ class SpeculativeStep:
         if service.table.token_ids is None:
             raise ValueError("the service carries no tokens (carry_tokens=False)")
         self._model, self._state, self._table = model, state, service.table
-        self._drafter = drafter or NoDrafts()
+        self._drafter = drafter or Drafter()
 
     def __call__(self, metadata: DecodeMetadata) -> StepResult:
         """Run a step; kept_tokens are the ids of the tokens kept, by which position q_start + j has kept_tokens[j]."""
@@ -103,7 +99,7 @@ class SpeculativeStep:
         hidden = self._model(metadata.input_ids, step)[step.places]
         ids = metadata.input_ids[step.places]
         num_kept, bonus = verify(ids, self._model.logits(hidden).argmax(-1), metadata.seqlens_q)
-        drafts, lengths = self._drafter(Verified(metadata, num_kept, bonus, hidden))
+        drafts, lengths = self._drafter(Verified(metadata, num_kept, bonus, step.places, hidden))
         self._set_lengths(metadata, 1 + lengths)
         return StepResult(num_kept, None, torch.cat([bonus[:, None], drafts], 1), ids)
 

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from zos.attention import attend, swa_decode_attention, swa_prefill_attention
+from zos.block_view import BlockView
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from zos.v4.config import LATENT, V4Config
 from zos.v4.state import V4State
@@ -22,6 +23,38 @@ class Pooling(Protocol):
     def __call__(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Entries [n, 512] of tokens [n, ratio, width] whose last has position int64 [n]."""
         ...
+
+
+class WindowMetadata(Protocol):
+    """Where tokens of a prefill step find their windows: fields of PrefillMetadata, of B rows and T token places."""
+
+    @property
+    def swa_load_plan(self) -> torch.Tensor:
+        """int32 [B, 3, 4]."""
+
+    @property
+    def kv_swa_full_index_pivots(self) -> torch.Tensor:
+        """int32 [T, 4]."""
+
+    @property
+    def swa_write_slot(self) -> torch.Tensor:
+        """int64 [T]."""
+
+    @property
+    def last_token_index(self) -> torch.Tensor:
+        """int64 [B]."""
+
+
+class TailMetadata(WindowMetadata, Protocol):
+    """The tokens of a prefill step that consumer layers run on: those of each prompt's last window."""
+
+    @property
+    def token_index(self) -> torch.Tensor:
+        """Places in the whole step, int [T], -1 on padding."""
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """int64 [T]."""
 
 
 class Step:
@@ -60,6 +93,15 @@ class Step:
         """Attend over a producer layer's entries whose last token is no later than the query: out [T, H, 512], lse [T, H]."""
         raise NotImplementedError
 
+    @property
+    def consumers(self) -> Step:
+        """The step as consumer layers take it."""
+        return self
+
+    def selected(self, x: torch.Tensor) -> torch.Tensor:
+        """Rows of x [tokens of the producers, …] that are this step's tokens."""
+        return x
+
     def compress(self, layer: int, tokens: torch.Tensor, pooling: Pooling) -> None:
         """Write the entries that the tokens [T, width] complete, and keep those tokens that later ones need."""
         ratio, unpooled = pooling.ratio, self.state.unpooled[layer]
@@ -82,25 +124,30 @@ class Step:
         return torch.where(self._live, (self.positions + 1) // self.config.ratios[layer], 0)
 
 
-class DecodeStep(Step):
-    """A decode step: its vectors are written first, then its queries read rings alone."""
+class RingStep(Step):
+    """A step that writes its vectors first, then reads rings alone."""
 
-    metadata: DecodeMetadata
-
-    def __init__(self, config: V4Config, state: V4State, metadata: DecodeMetadata) -> None:
-        super().__init__(config, state, metadata)
-        width = config.geometry.tokens_per_step
-        self.places, self.asked = row_places(metadata, width)
-        self._place_in_rows = self._row * width + (self.positions - self._q_start).clamp(0, width - 1)
+    _rings: DecodeMetadata | BlockView  # what says where the tokens' windows are
 
     def attend_window(
         self, layer: int, q: torch.Tensor, kv_swa: torch.Tensor, scale: float, sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Step.attend_window."""
-        md, ring = self.metadata, self.state.rings[layer]
+        md, ring = self._rings, self.state.rings[layer]
         torch.ops.zos.swa_ring_store(kv_swa.to(self.config.ring_dtype), md.swa_write_slot, ring)
         each = self.config.geometry.tokens_per_step
         return swa_decode_attention(q, ring, md.kv_swa_index, md.swa_len, scale, sink, each)
+
+
+class DecodeStep(RingStep):
+    """A decode step."""
+
+    def __init__(self, config: V4Config, state: V4State, metadata: DecodeMetadata) -> None:
+        super().__init__(config, state, metadata)
+        self._rings = metadata
+        width = config.geometry.tokens_per_step
+        self.places, self.asked = row_places(metadata, width)
+        self._place_in_rows = self._row * width + (self.positions - self._q_start).clamp(0, width - 1)
 
     def attend_compressed(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As Step.attend_compressed; the tokens of a row share one copy of its entries."""
@@ -116,22 +163,39 @@ class PrefillStep(Step):
 
     metadata: PrefillMetadata
 
+    def __init__(
+        self, config: V4Config, state: V4State, metadata: PrefillMetadata, tail: TailMetadata | None = None
+    ) -> None:
+        super().__init__(config, state, metadata)
+        self._windows: WindowMetadata = metadata  # what says where these tokens' windows are
+        self._consumers: PrefillStep = self if tail is None else TailStep(self, tail)
+
+    @property
+    def consumers(self) -> PrefillStep:
+        """The step as consumer layers take it: with a tail each prompt's last tokens only."""
+        return self._consumers
+
+    @property
+    def write_slot(self) -> torch.Tensor:
+        """Where the tokens' entries go: int64 [T]."""
+        return self._windows.swa_write_slot
+
     @property
     def last_token_index(self) -> torch.Tensor:
-        """Place of each row's last token among those that `V4Model.forward` returns: int64 [B], 0 on padding."""
-        return self.metadata.last_token_index.clamp(min=0)
+        """Place of each row's last token among this step's: int64 [B], 0 where it has none."""
+        return self._windows.last_token_index.clamp(min=0)
 
     def attend_window(
         self, layer: int, q: torch.Tensor, kv_swa: torch.Tensor, scale: float, sink: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As Step.attend_window."""
-        md, ring, window = self.metadata, self.state.rings[layer], self.config.geometry.window
+        windows, ring, window = self._windows, self.state.rings[layer], self.config.geometry.window
         vectors = kv_swa.to(self.config.ring_dtype)
-        history = vectors.new_empty(md.batch * window, LATENT)
-        torch.ops.zos.swa_ring_load(ring, md.swa_load_plan, history, window)
+        history = vectors.new_empty(self.metadata.batch * window, LATENT)
+        torch.ops.zos.swa_ring_load(ring, windows.swa_load_plan, history, window)
         cast_back = torch.empty_like(vectors)
-        torch.ops.zos.swa_ring_store(vectors, md.swa_write_slot, ring, cast_back)
-        return swa_prefill_attention(q, history, cast_back, md.kv_swa_full_index_pivots, window, scale, sink)
+        torch.ops.zos.swa_ring_store(vectors, windows.swa_write_slot, ring, cast_back)
+        return swa_prefill_attention(q, history, cast_back, windows.kv_swa_full_index_pivots, window, scale, sink)
 
     def attend_compressed(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
         """As Step.attend_compressed, row after row, each over all tokens: where a row's stand only the device knows."""
@@ -148,6 +212,27 @@ class PrefillStep(Step):
                 out[block] += row_out.to(q.dtype)  # zeros where the token is another row's
                 lse[block] = torch.maximum(lse[block], row_lse)  # -inf there
         return out, lse
+
+
+class TailStep(PrefillStep):
+    """The part of a prefill step that consumer layers run on: the tokens of each prompt's last window."""
+
+    def __init__(self, whole: PrefillStep, tail: TailMetadata) -> None:
+        self.config, self.state, self.metadata = whole.config, whole.state, whole.metadata
+        self.positions, self._windows, self._consumers = tail.positions, tail, self
+        self._live, self._place = tail.token_index >= 0, tail.token_index.long().clamp(min=0)
+        self._row = whole._row[self._place]
+
+    def selected(self, x: torch.Tensor) -> torch.Tensor:
+        """As Step.selected."""
+        return x[self._place]
+
+
+class BlockStep(RingStep):
+    """A draft block: every query sees its row's context and the whole block, as the view's index says."""
+
+    def __init__(self, config: V4Config, state: V4State, view: BlockView) -> None:
+        self.config, self.state, self.positions, self._rings = config, state, view.positions, view
 
 
 def attend_entries(
