@@ -25,12 +25,28 @@ __device__ __forceinline__ int rank_in_block(bool set, int* total) {
     return rank;
 }
 
+// Sums of four counts that each warp has, for thread 0 alone.
+__device__ __forceinline__ int4 counts_in_block(int4 of_warp) {
+    __shared__ int4 of_warps[MAX_WARPS];
+    if (threadIdx.x % WARP == 0) of_warps[threadIdx.x / WARP] = of_warp;
+    __syncthreads();
+    int4 sum = {};
+    if (threadIdx.x == 0) {
+        for (int w = 0; w < blockDim.x / WARP; ++w)
+            sum.x += of_warps[w].x, sum.y += of_warps[w].y, sum.z += of_warps[w].z, sum.w += of_warps[w].w;
+    }
+    return sum;
+}
+
 // Whether this block is the last to end; what the others wrote is then visible. The launch after finds the count at 0 again.
 __device__ __forceinline__ bool ends_last(long long* blocks_done) {
     __shared__ bool last;
+    if (gridDim.x == 1) {  // a barrier is enough for the block's own threads; the fence reaches further, and costs 0.7 µs
+        __syncthreads();
+        return true;
+    }
     __threadfence();
     __syncthreads();
-    if (gridDim.x == 1) return true;
     if (threadIdx.x == 0) {
         last = atomicAdd(reinterpret_cast<unsigned long long*>(blocks_done), 1ull) == gridDim.x - 1;
         if (last) *blocks_done = 0;

@@ -43,6 +43,14 @@ struct Params {
 
 enum BatchState { VERSION = 0, REFUSED = 1, TAKEN = 2, APPENDED = 3, BLOCKS_DONE = 4 };
 
+struct BatchCounts {
+    int version, refused, taken;
+};
+
+__device__ __forceinline__ BatchCounts read_batch_counts(const Params& p) {
+    return {static_cast<int>(p.batch_state[VERSION]), static_cast<int>(p.batch_state[REFUSED]), static_cast<int>(p.batch_state[TAKEN])};
+}
+
 // What a row's result came to.
 struct Outcome {
     int state_id;    // -1: the row has none
@@ -204,25 +212,29 @@ __device__ void refill(const Params& p, int* record) {
     __syncthreads();
 }
 
-__device__ __forceinline__ int count_in_block(bool set) { return __syncthreads_count(set); }
+__device__ __forceinline__ int count_in_warp(bool set) { return __popc(__ballot_sync(ALL_LANES, set)); }
 
-__device__ void write_header(const Params& p, int* record, long long step) {
-    int counts[4] = {};
-    const int flags[4] = {IS_ERROR, IS_DEFERRED, IS_STALE, IS_DUPLICATE};
+// `own_flags`: of this thread's row, which is all there is where the launch has one block; `known`: the batch's state, as far as this
+// launch cannot have changed it.
+__device__ void write_header(const Params& p, int* record, long long step, int own_flags, const BatchCounts& known) {
+    int4 counts = {};
     for (int first = 0; first < p.num_rows; first += blockDim.x) {
         const int row = first + threadIdx.x;
-        const int its = row < p.num_rows ? __ldcg(record + HEADER_WORDS + FLAGS * p.num_rows + row) : 0;
-#pragma unroll
-        for (int i = 0; i < 4; ++i) counts[i] += count_in_block(its & flags[i]);
+        int flags = own_flags;  // nobody is without a row and has any
+        if (gridDim.x > 1) flags = row < p.num_rows ? __ldcg(record + HEADER_WORDS + FLAGS * p.num_rows + row) : 0;
+        counts.x += count_in_warp(flags & IS_ERROR), counts.y += count_in_warp(flags & IS_DEFERRED);
+        counts.z += count_in_warp(flags & IS_STALE), counts.w += count_in_warp(flags & IS_DUPLICATE);
     }
+    counts = counts_in_block(counts);
     if (threadIdx.x != 0) return;
+    const BatchCounts now = p.ready ? read_batch_counts(p) : known;
     *reinterpret_cast<long long*>(record + STEP) = step;
     record[ROWS] = p.num_rows;
     record[PREFILL] = p.prefill;
-    record[BATCH_VERSION] = static_cast<int>(p.batch_state[VERSION]);
-    record[BATCHES_REFUSED] = static_cast<int>(p.batch_state[REFUSED]);
-    record[READY_TAKEN] = static_cast<int>(p.batch_state[TAKEN]);
-    record[ERRORS] = counts[0], record[DEFERRED] = counts[1], record[STALE] = counts[2], record[DUPLICATE] = counts[3];
+    record[BATCH_VERSION] = now.version;
+    record[BATCHES_REFUSED] = now.refused;
+    record[READY_TAKEN] = now.taken;
+    record[ERRORS] = counts.x, record[DEFERRED] = counts.y, record[STALE] = counts.z, record[DUPLICATE] = counts.w;
     record[TOKENS_PER_ROW] = p.kept_tokens ? p.tokens_per_step : 0;
     p.results_state[0] = step;
 }
@@ -231,6 +243,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, 1) commit(const __
     wait_for_predecessor();
     const int row = blockIdx.x * blockDim.x + threadIdx.x;
     const long long step = p.results ? p.results_state[0] + 1 : 0;
+    BatchCounts counts = {};
+    if (p.results && threadIdx.x == 0) counts = read_batch_counts(p);  // under way beside the row's own loads
     Outcome outcome = {-1, 0, 0, 0, 0};
     if (row < p.num_rows) outcome = commit_row(p, row);
     if (!p.results && !p.ready) return;
@@ -239,5 +253,5 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP, 1) commit(const __
     if (record && row < p.num_rows) write_outcome(p, record, row, outcome);
     if (!ends_last(p.batch_state + BLOCKS_DONE)) return;
     if (p.ready) refill(p, record);
-    if (record) write_header(p, record, step);
+    if (record) write_header(p, record, step, outcome.flags, counts);
 }
