@@ -66,6 +66,75 @@ def exercise() -> None:
     torch.cuda.synchronize()
 
 
+def run_loops(device: str) -> None:
+    """Mailbox, ready queue, drained edits and snapshots under a loop, then the device-driven loop; every kept token is accounted for."""
+    import torch
+
+    import zos
+
+    step = zos.RingGeometry().tokens_per_step
+    for loop_type, options in ((zos.DecodeLoop, {"steps_per_replay": 2}), (zos.DeviceLoop, {})):
+        svc = zos.MetadataService(capacity=40, max_batch=8, device=device, token_layout="strided", snapshot_every=16)
+        cache = zos.SwaCache(zos.StateSlotLayout(stored_layers=1), 40, device)
+        pool = zos.SnapshotPool(svc, cache, num_snapshots=3)
+        svc.attach_snapshots(pool)
+        for state_id in range(40):
+            svc.admit(state_id, stop_at=7 + state_id % 50)
+        loop = loop_type(svc, lambda metadata: metadata.seqlens_q, buckets=[8], records=16, **options)
+        loop.set_batch(range(8))
+        svc.set_ready(range(8, 39))
+        records = []
+        for turn in range(40):
+            if turn == 2:
+                svc.reset(39)  # drained at the head of a graph
+            loop.run()
+            records += loop.drain()
+            for snapshot in pool.poll():
+                pool.free(snapshot)
+        svc.check()
+        lengths = svc.table.q_start[:39].tolist()
+        moved = [0] * 39
+        for record in records:
+            for state_id, kept in zip(record.state_ids.tolist(), record.kept.tolist(), strict=True):
+                moved[state_id] += kept if state_id >= 0 else 0
+        if lengths != [7 + state_id % 50 for state_id in range(39)] or moved != lengths:
+            raise SystemExit(f"a loop's records or table are wrong: {moved}, {lengths}")
+        if device == "cuda":
+            torch.cuda.synchronize()
+    svc = zos.MetadataService(capacity=8, max_batch=4, device=device)
+    svc.admit(1, q_start=200)
+    svc.set_batch([1, -1])
+    view = svc.view_block(svc.prepare(), torch.tensor([2, 0, 0, 0], dtype=torch.int32, device=device))
+    if view.positions[:step].tolist() != [202 + j for j in range(step)]:
+        raise SystemExit(f"view_block is wrong: {view.positions.tolist()}")
+
+
+def attend(device: str) -> None:
+    """Decode attention over ragged rows, padding and an unaligned ring; softmax weights of equal keys give the key itself."""
+    import torch
+
+    import zos
+
+    for ring, gap in ((134, 0), (144, 7)):
+        svc = zos.MetadataService(capacity=5, max_batch=4, geometry=zos.RingGeometry(ring=ring), device=device)
+        for state_id, q_start in ((1, 0), (3, 1000), (4, 60)):
+            svc.admit(state_id, q_start=q_start, seqlen_q=1 + state_id)
+        svc.set_batch([3, -1, 1, 4])
+        metadata = svc.prepare()
+        slab = torch.zeros(5 * (ring * 528 + gap), dtype=torch.uint8, device=device)
+        cache = slab.as_strided((5, ring, 1, 528), (ring * 528 + gap, 528, 528, 1))
+        ones = torch.ones(5 * ring, 512, device=device)
+        torch.ops.zos.swa_ring_store(ones, torch.arange(5 * ring, device=device), cache)
+        q = torch.randn(metadata.tokens, 16, 512, device=device).bfloat16()
+        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], device=device)
+        torch.ops.zos.swa_decode_attention(
+            q, cache, metadata.kv_swa_index, metadata.swa_len, None, out, lse, 512**-0.5, svc.geometry.tokens_per_step
+        )
+        live = (metadata.token_row >= 0)[:, None, None]
+        if not torch.equal(out, live.to(out.dtype).expand_as(out)):
+            raise SystemExit("attention over keys of ones is not one, or padding is not zero")
+
+
 def plant(tool: str) -> None:
     """Run the fault that `tool` looks for; it must not pass unnoticed."""
     import cupy
@@ -86,3 +155,5 @@ if __name__ == "__main__":
         plant(sys.argv[2])
     else:
         exercise()
+        run_loops("cuda")
+        attend("cuda")
