@@ -67,7 +67,7 @@ def exercise() -> None:
 
 
 def run_loops(device: str) -> None:
-    """Mailbox, ready queue, drained edits and snapshots under a loop, then the device-driven loop; every kept token is accounted for."""
+    """Mailbox, ready queue, drained edits and snapshots under both loops; every kept token is accounted for."""
     import torch
 
     import zos
