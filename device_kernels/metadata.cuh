@@ -147,12 +147,44 @@ __device__ __forceinline__ int lanes_before(int value) {
     return sum - value;
 }
 
-// The two sections that a row's j-th token sees: of B * W history rows, then of the step's own tokens.
+// The two sections that the query at `position` of a step that begins at q_start sees: (start, length) of history rows, which begin at
+// `first_history`, and of the step's own tokens, which begin at `first_token`.
+__device__ __forceinline__ int4 pivots_at(int position, int q_start, int valid_start, int window, int first_history,
+                                          int first_token) {
+    const int begin = window_begin(position, window, valid_start);
+    const int start = history_start(begin, q_start, window), chunk = chunk_start(begin, q_start);
+    return {first_history + start, window - start, first_token + chunk, position - q_start - chunk + 1};
+}
+
+// The same of a row's j-th token, in a buffer of B * W history rows, then the step's own tokens.
 __device__ __forceinline__ int4 pivots_of(const Params& p, const Row& r, int row, int j) {
     if (!r.live || j >= r.places) return {0, 0, 0, 0};
-    const int begin = window_begin(r.q_start + j, p.window, r.swa_valid_start);
-    const int start = history_start(begin, r.q_start, p.window), chunk = chunk_start(begin, r.q_start);
-    return {row * p.window + start, p.window - start, p.num_rows * p.window + r.first_place + chunk, j - chunk + 1};
+    return pivots_at(r.q_start + j, r.q_start, r.swa_valid_start, p.window, row * p.window, p.num_rows * p.window + r.first_place);
+}
+
+// How `window` history rows from `to` on are filled: zeros for positions that are missing, all of them where state_id is -1, then the
+// ring range, split where the ring goes round.
+__device__ __forceinline__ void write_load_plan(int4* plan, int to, int state_id, int q_start, int valid_start, int window,
+                                                const Divisor& ring) {
+    int4 segments[3] = {{-1, 0, 0, 0}, {-1, 0, 0, 0}, {-1, 0, 0, 0}};
+    const int zeros = state_id >= 0 ? history_padding(q_start, valid_start, window) : window;
+    const int kept = window - zeros;
+    const int slot = kept > 0 ? ring_slot(q_start - kept, ring) : 0;
+    const int before_wrap = smaller(kept, ring.divisor - slot);
+    const int4 padding = {-1, 0, to, zeros};
+    const int4 first = {state_id, slot, to + zeros, before_wrap};
+    const int4 second = {state_id, 0, to + zeros + before_wrap, kept - before_wrap};
+    // Left-packed; written out case by case, since an array indexed at run time would live in local memory.
+    if (zeros > 0) {
+        segments[0] = padding;
+        if (kept > 0) segments[1] = first;
+        if (kept > before_wrap) segments[2] = second;
+    } else {
+        segments[0] = first;
+        if (kept > before_wrap) segments[1] = second;
+    }
+#pragma unroll
+    for (int i = 0; i < 3; ++i) plan[i] = segments[i];
 }
 
 __device__ __forceinline__ void write_scalars(const Params& p, const Row& r, int row, int place, int j) {

@@ -12,33 +12,10 @@ using namespace zos;
 
 constexpr int INDEX_PARTS = 8;  // warps that share the full index of 32 places
 
-// The row's history rows: zeros for positions that are missing, then the ring range, split where the ring goes round.
-__device__ __forceinline__ void write_load_plan(const Params& p, const Row& r, int row) {
-    int4 segments[3] = {{-1, 0, 0, 0}, {-1, 0, 0, 0}, {-1, 0, 0, 0}};
-    const int to = row * p.window;
-    const int zeros = r.live ? history_padding(r.q_start, r.swa_valid_start, p.window) : p.window;
-    const int kept = p.window - zeros;
-    const int slot = kept > 0 ? ring_slot(r.q_start - kept, p.ring) : 0;
-    const int before_wrap = smaller(kept, p.ring.divisor - slot);
-    const int4 padding = {-1, 0, to, zeros};
-    const int4 first = {r.state_id, slot, to + zeros, before_wrap};
-    const int4 second = {r.state_id, 0, to + zeros + before_wrap, kept - before_wrap};
-    // Left-packed; written out case by case, since an array indexed at run time would live in local memory.
-    if (zeros > 0) {
-        segments[0] = padding;
-        if (kept > 0) segments[1] = first;
-        if (kept > before_wrap) segments[2] = second;
-    } else {
-        segments[0] = first;
-        if (kept > before_wrap) segments[1] = second;
-    }
-#pragma unroll
-    for (int i = 0; i < 3; ++i) p.swa_load_plan[row * 3ll + i] = segments[i];
-}
-
 __device__ __forceinline__ void write_prefill_row(const Params& p, const Row& r, int row) {
     write_row(p, r, row);
-    write_load_plan(p, r, row);
+    write_load_plan(p.swa_load_plan + row * 3ll, row * p.window, r.live ? r.state_id : -1, r.q_start, r.swa_valid_start, p.window,
+                    p.ring);
     p.last_token_index[row] = r.live ? r.first_place + r.places - 1 : -1;
 }
 

@@ -199,6 +199,21 @@ ZOS_HD int row_error_value(int error, int seqlen_q, int q_start, int valid_start
     return error == VALID_START_NEGATIVE || error == VALID_START_PAST_Q_START ? valid_start : q_start;
 }
 
+// ---- the tail of a prefill (docs/design.md, "Prefill tail") ---------------------------------------------------------------------------
+
+// First position of a row's tail; past the end of a chunk that ends before it.
+ZOS_HD int tail_begin(int q_start, int seqlen_q, int prompt_end, int window, int tokens_per_step) {
+    if (q_start < prompt_end) return larger(q_start, prompt_end - window);
+    return seqlen_q <= tokens_per_step ? q_start : larger(q_start, q_start + seqlen_q - window);
+}
+
+// Positions below it are missing for the layers that only ever run on tails.
+ZOS_HD int tail_valid_start(int valid_start, int q_start, int seqlen_q, int prompt_end, int window, int tokens_per_step) {
+    if (q_start >= prompt_end && seqlen_q > tokens_per_step)
+        return tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step);
+    return larger(valid_start, larger(prompt_end, 0) - window);
+}
+
 // ---- how a sequence moves on (docs/design.md, "commit") ------------------------------------------------------------------------------
 
 // Error of a result for a row of q tokens that is not prefilling. A chunk longer than a decode step is kept whole or not at all.

@@ -15,13 +15,16 @@ _NO_FULL_INDEX = np.zeros((0, 0), np.int32)
 
 
 @njit(cache=True, error_model="numpy")
-def _write_load_plan(row, state_id, q_start, valid_start, live, swa_load_plan, window, ring):
-    """Write the row's segments, left-packed: zeros for missing positions, then the ring range, split where it goes round."""
+def write_load_plan(row, state_id, q_start, valid_start, swa_load_plan, window, ring):
+    """Write how a row's history is filled, all zeros for state_id -1.
+
+    Left-packed: zeros for missing positions, then the ring range, split where it goes round.
+    """
     plan = swa_load_plan[row]
     plan[:, 0] = -1
     plan[:, 1:] = 0
     to, used = row * window, 0
-    zeros = history_padding(q_start, valid_start, window) if live else window
+    zeros = history_padding(q_start, valid_start, window) if state_id >= 0 else window
     if zeros > 0:
         plan[0, 2], plan[0, 3] = to, zeros
         used = 1
@@ -88,12 +91,12 @@ def _prepare(
         if live:
             record = records[state_id]
             q_start, valid_start = np.int64(record[2]), np.int64(record[4])
-            _write_load_plan(row, state_id, q_start, valid_start, True, swa_load_plan, window, ring)
+            write_load_plan(row, state_id, q_start, valid_start, swa_load_plan, window, ring)
             write_scalars(
                 row, state_id, length, first_place, num_rows, record, token_ids, scalars, compressions, window, ring
             )
         else:
-            _write_load_plan(row, -1, 0, 0, False, swa_load_plan, window, ring)
+            write_load_plan(row, -1, 0, 0, swa_load_plan, window, ring)
             pad_scalars(first_place, min(prefix + places, num_places), scalars)
         live_tokens += length
         prefix += places

@@ -114,6 +114,22 @@ def row_error_value(error, seqlen_q, q_start, valid_start):
 
 
 @njit(cache=True, error_model="numpy")
+def tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step):
+    """First position of a row's tail; past the end of a chunk that ends before it."""
+    if q_start < prompt_end:
+        return max(q_start, prompt_end - window)
+    return q_start if seqlen_q <= tokens_per_step else max(q_start, q_start + seqlen_q - window)
+
+
+@njit(cache=True, error_model="numpy")
+def tail_valid_start(valid_start, q_start, seqlen_q, prompt_end, window, tokens_per_step):
+    """Positions below it are missing for the layers that only ever run on tails."""
+    if q_start >= prompt_end and seqlen_q > tokens_per_step:
+        return tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step)
+    return max(valid_start, max(prompt_end, 0) - window)
+
+
+@njit(cache=True, error_model="numpy")
 def kept_error(num_kept, q, tokens_per_step):
     """ErrorCode of a result for a row of q tokens that is not prefilling; a long chunk is kept whole or not at all."""
     if q > tokens_per_step:

@@ -24,6 +24,8 @@ int main() {
         else if (is("history_start")) result = history_start(i(0), i(1), i(2));
         else if (is("chunk_start")) result = chunk_start(i(0), i(1));
         else if (is("compressed_index")) result = compressed_index(i(0), make_divisor(i(1)), i(2));
+        else if (is("tail_begin")) result = tail_begin(i(0), i(1), i(2), i(3), i(4));
+        else if (is("tail_valid_start")) result = tail_valid_start(i(0), i(1), i(2), i(3), i(4), i(5));
         else if (is("row_places")) result = row_places(i(0), i(1), i(2));
         else if (is("row_error")) result = row_error(i(0), i(1), i(2), i(3), i(4), i(5));
         else if (is("row_error_value")) result = row_error_value(i(0), i(1), i(2), i(3));

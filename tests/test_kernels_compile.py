@@ -102,7 +102,7 @@ def test_overlapping_kernels_wait() -> None:
         name
         for stem in STEMS
         for name in re.findall(
-            r"void[^;{]*?(\w+)\(const __grid_constant__ Params p\) \{\s*wait_for_predecessor\(\);",
+            r"void[^;{]*?(\w+)\(const __grid_constant__ \w+ p\) \{\s*wait_for_predecessor\(\);",
             module.kernel_source(stem),
         )
     }

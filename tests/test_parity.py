@@ -156,8 +156,8 @@ def test_a_prefill_that_writes_beyond_its_batch(name: str, monkeypatch: pytest.M
     """An element behind the batch's rows, or of an output that was not asked for, is found whatever it held before."""
     prepare = MetadataService.prepare_prefill
 
-    def wrong(service: MetadataService, slot: int = 0, full_index: bool = False) -> PrefillMetadata:
-        metadata = prepare(service, slot, full_index)
+    def wrong(service: MetadataService, slot: int, full_index: bool, tail: bool) -> PrefillMetadata:
+        metadata = prepare(service, slot, full_index, tail)
         stored, asked = service.slot_prefill_metadata(slot, service.max_batch, True), getattr(metadata, name)
         getattr(stored, name)[0 if asked is None else len(asked) :] = 0
         return metadata

@@ -32,6 +32,12 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "compressed_index": lambda p, ratio, cached: p // ratio if (p + 1) % ratio == 0 and p >= cached else -1,
     "history_padding": lambda start, valid, window: sum(p < max(valid, 0) for p in range(start - window, start)),
     "overwritten": lambda j, q, slots: int(any((j - later) % slots == 0 for later in range(j + 1, q))),
+    "tail_begin": lambda start, q, end, window, step: (
+        start if start >= end and q <= step else max(start, (end if start < end else start + q) - window)
+    ),
+    "tail_valid_start": lambda valid, start, q, end, window, step: (
+        max(start, start + q - window) if start >= end and q > step else max(valid, end - window)
+    ),
     "row_places": lambda phase, q, limit: q if phase == LIVE and 1 <= q <= limit else 0,
     "row_error": lambda phase, q, start, prompt_end, valid, limit: expected_error(
         phase, q, start, prompt_end, valid, limit
@@ -86,7 +92,13 @@ def cases(name: str, rng: random.Random) -> tuple[int, ...]:
     divisor = rng.choice(
         (1, 2, 3, 134, 7, LARGEST, 2**30, 2**30 + 1, rng.randrange(1, LARGEST), rng.randrange(1, 5000))
     )
+    length = min(rng.choice((1, step, step + 1, window, window + 1, 2 * window)), LARGEST - position)
+    prompt_end = rng.choice(
+        (0, position, min(LARGEST, position + length), min(LARGEST, position + 5 * window), LARGEST)
+    )
     return {
+        "tail_begin": (position, length, rng.choice((prompt_end, -(2**31))), window, step),
+        "tail_valid_start": (valid, position, length, rng.choice((prompt_end, -(2**31))), window, step),
         "quotient": (rng.choice((position, LARGEST, max(0, divisor * rng.randrange(1, 9) % LARGEST - 1))), divisor),
         "remainder": (rng.choice((position, LARGEST)), divisor),
         "window_begin": (position, window, valid),

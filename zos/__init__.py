@@ -19,6 +19,7 @@ from zos.layout import CompressionState, StateSlotLayout
 from zos.loop import DecodeLoop
 from zos.mailbox import Mailbox, StepRecord
 from zos.metadata import DecodeMetadata, PrefillMetadata
+from zos.prefill_tail import PrefillTail
 from zos.requests import Request, RequestState
 from zos.service import MetadataService
 from zos.snapshots import Snapshot, SnapshotPool
@@ -46,6 +47,7 @@ __all__ = [
     "MetadataService",
     "Phase",
     "PrefillMetadata",
+    "PrefillTail",
     "ReplayPlan",
     "Request",
     "RequestState",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from zos.block_view import new_block_view
 from zos.geometry import CompressionRing, RingGeometry
 from zos.metadata import DecodeMetadata, PrefillMetadata, SlotOrigin, StepMetadata
 from zos.ops import bind_prepare_v4_decode_metadata, bind_prepare_v4_prefill_metadata
+from zos.prefill_tail import TailBuffers
 from zos.table import SequenceTable
 
 VIEWS_KEPT = 512  # shapes whose views a slot keeps, those used last
@@ -102,12 +104,12 @@ class _StepBuffers(Generic[Metadata]):
     def _zeros(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         return torch.zeros(shape, dtype=dtype, device=self._state_ids.device)
 
-    def _view(self, batch: int, tokens: int, extra: dict[str, Any], key: Hashable) -> Metadata:
-        """Views of `batch` rows and `tokens` token places; the same object for the same key."""
+    def _view(self, key: Hashable, make: Callable[[], Metadata]) -> Metadata:
+        """Views as `make` makes them; the same object for the same key."""
         if key in self._views:
             self._views.move_to_end(key)
         else:
-            self._views[key] = self._make_view(batch, tokens, extra)
+            self._views[key] = make()
             if len(self._views) > VIEWS_KEPT:
                 self._views.popitem(last=False)
         return self._views[key]
@@ -166,7 +168,7 @@ class DecodeBuffers(_StepBuffers[DecodeMetadata]):
 
     def view(self, batch: int, tokens: int) -> DecodeMetadata:
         """Views of `batch` rows and `tokens` token places; the same object for the same shape."""
-        return self._view(batch, tokens, {} if batch else self._empty, (batch, tokens))
+        return self._view((batch, tokens), lambda: self._make_view(batch, tokens, {} if batch else self._empty))
 
 
 class PrefillBuffers(_StepBuffers[PrefillMetadata]):
@@ -193,13 +195,34 @@ class PrefillBuffers(_StepBuffers[PrefillMetadata]):
         self._rows["last_token_index"] = self._zeros(max_batch, dtype=torch.int64)
         self._constants["max_prefill_tokens"] = max_prefill_tokens
         self._full_index: torch.Tensor | None = None  # T * W: made when first asked for
+        self._tail: TailBuffers | None = None  # so is this
 
-    def view(self, batch: int, full_index: bool) -> PrefillMetadata:
+    def view(self, batch: int, full_index: bool, tail: bool = False) -> PrefillMetadata:
         """Views of `batch` rows; the same object for the same arguments."""
+        window, step = self._constants["window"], self._constants["tokens_per_step"]
         if full_index and self._full_index is None:
-            self._full_index = self._zeros(self._places, int(self._constants["window"]))
+            self._full_index = self._zeros(self._places, window)
+        if tail and self._tail is None:
+            self._tail = TailBuffers(len(self._state_ids), self._places, window, step, self._state_ids.device)
         extra = {"kv_swa_full_index": self._full_index if full_index else None}
-        return self._view(batch, self._places, extra, (batch, full_index))
+
+        def make() -> PrefillMetadata:
+            metadata = self._make_view(batch, self._places, extra)
+            return metadata if self._tail is None or not tail else _with_tail(metadata, self._tail)
+
+        return self._view((batch, full_index, tail), make)
+
+
+def _with_tail(metadata: PrefillMetadata, buffers: TailBuffers) -> PrefillMetadata:
+    """The same metadata with its tail, which a launch after prepare's writes."""
+    prepare = metadata.launch_prepare
+    tail, launch_tail = buffers.view(dict(metadata.operands))
+
+    def launch() -> None:
+        prepare()
+        launch_tail()
+
+    return replace(metadata, tail=tail, launch_prepare=launch)
 
 
 def compression_rings(ratios: Sequence[int | CompressionRing], tokens_per_step: int) -> tuple[CompressionRing, ...]:

@@ -49,6 +49,21 @@ _PREFILL = {
     "last_token_index": (INT64, "B"),
     "kv_swa_full_index": (INT32, "TW"),
 }
+_TAIL = {
+    "tickets": (INT32, "B4"),
+    "batch_cu_seqlens_q": (INT32, "b"),
+    "token_index": (INT64, "T"),
+    "positions": (INT64, "T"),
+    "kv_swa_full_index_pivots": (INT32, "T4"),
+    "swa_len": (INT32, "T"),
+    "swa_write_slot": (INT64, "T"),
+    "token_row": (INT32, "T"),
+    "cu_seqlens_q": (INT32, "b"),
+    "num_tokens": (INT32, "1"),
+    "swa_load_plan": (INT32, "B34"),
+    "swa_valid_start": (INT32, "B"),
+    "last_token_index": (INT64, "B"),
+}
 _BLOCK = {  # by token place of a block view; dimensions after it
     "kv_swa_index_offset_len": (INT32, "2"),
     "swa_len": (INT32, ""),
@@ -119,13 +134,19 @@ def _expect_metadata(
         raise ValueError(f"Invalid shape of positions: expected {expected}, got {places}")
     if (token_ids is None) != (operands["input_ids"] is None):
         raise ValueError("token_ids and input_ids must be given together or not at all")
-    sizes = {"B": rows, "b": rows + 1, "T": places, "W": window}
+    _expect_by_table(operands, table, rows, places, device)
+    _expect_compression(operands, places, device)
+
+
+def _expect_by_table(
+    operands: dict[str, Any], table: dict[str, tuple[torch.dtype, str]], rows: int, places: int, device: torch.device
+) -> None:
+    sizes = {"B": rows, "b": rows + 1, "T": places, "W": operands["window"]}
     for name, (dtype, dimensions) in table.items():
         if operands[name] is None and name in ("input_ids", "kv_swa_full_index"):
             continue
         shape = tuple(sizes[d] if d in sizes else int(d) for d in dimensions)
         _expect(name, operands[name], dtype, shape, device)
-    _expect_compression(operands, places, device)
 
 
 def _expect_compression(operands: dict[str, Any], places: int, device: torch.device) -> None:
@@ -167,6 +188,22 @@ def check_prepare_v4_prefill_metadata(**operands: Any) -> None:
     most = operands["max_prefill_tokens"]
     whole_number("max_prefill_tokens", most, 1)
     _expect_metadata(operands, _PREFILL, most, most)
+
+
+def check_prefill_tail(**operands: Any) -> None:
+    """Raise ValueError unless the arguments of prefill_tail fit each other."""
+    records, window, ring, step = (operands[name] for name in ("records", "window", "ring", "tokens_per_step"))
+    _expect_table(records, None, step)
+    whole_number("window", window, 1)
+    whole_number("capacity * ring", records.shape[0] * ring, 0)
+    if ring < window + step - 1:
+        raise ValueError(f"ring={ring} is too short for window={window} and tokens_per_step={step}")
+    rows, places = operands["tickets"].numel() // 4, operands["positions"].numel()
+    whole_number("B * window + T'", rows * window + places, 0)
+    if places > rows * max(window, step):
+        most = f"at most B * max(window, tokens_per_step) = {rows * max(window, step)}"
+        raise ValueError(f"Invalid shape of positions: expected {most}, got {places}")
+    _expect_by_table(operands, _TAIL, rows, places, records.device)
 
 
 def check_view_block(

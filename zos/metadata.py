@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 
 from zos.block_view import BlockView
+from zos.prefill_tail import PrefillTail
 from zos.table import SequenceTable
 
 
@@ -89,3 +90,4 @@ class PrefillMetadata(StepMetadata):
     # one zero segment of W rows, unused segments are (-1, 0, 0, 0)
     last_token_index: torch.Tensor  # int64 [B]: token place of the row's last token [-1]
     kv_swa_full_index: torch.Tensor | None  # int32 [T, W]: the pivots expanded, oldest first, then -1 [-1]
+    tail: PrefillTail | None = None  # each prompt's last W tokens, where they were asked for

@@ -12,6 +12,9 @@ prepare_v4_decode_metadata
 prepare_v4_prefill_metadata
     The same but for kv_swa_index, chunk_places and packed; and swa_load_plan int32 [B, 3, 4], last_token_index int64 [B],
     kv_swa_full_index int32 [T, W] or None, max_prefill_tokens (= T).
+prefill_tail
+    records, tickets int32 [B, 4], batch_cu_seqlens_q int32 [B + 1] (the prefill's cu_seqlens_q); then the outputs of
+    `zos.PrefillTail` by name, of T' places; window, ring, tokens_per_step. Writes its outputs only.
 view_block
     records, tickets int32 [B, 4], num_kept int32 [B] or None; then the outputs of `zos.BlockView` by name, of B * Q token places;
     window, ring (window + Q or more), tokens_per_step. Writes its outputs only.
@@ -66,6 +69,7 @@ import device_kernels.decode_attention
 import device_kernels.decode_metadata
 import device_kernels.mailbox
 import device_kernels.prefill_metadata
+import device_kernels.prefill_tail
 import device_kernels.ring_load
 import device_kernels.ring_snapshot
 import device_kernels.ring_store
@@ -76,6 +80,7 @@ import host_fallback.decode_attention
 import host_fallback.decode_metadata
 import host_fallback.mailbox
 import host_fallback.prefill_metadata
+import host_fallback.prefill_tail
 import host_fallback.ring_load
 import host_fallback.ring_snapshot
 import host_fallback.ring_store
@@ -85,6 +90,7 @@ from zos import checks
 KERNELS = (
     *device_kernels.decode_metadata.KERNELS,
     *device_kernels.prefill_metadata.KERNELS,
+    *device_kernels.prefill_tail.KERNELS,
     *device_kernels.block_view.KERNELS,
     *device_kernels.commit.KERNELS,
     *device_kernels.table_edits.KERNELS,
@@ -118,6 +124,11 @@ def bind_prepare_v4_decode_metadata(**operands: Any) -> Callable[[], None]:
 def bind_prepare_v4_prefill_metadata(**operands: Any) -> Callable[[], None]:
     """Check the arguments of prepare_v4_prefill_metadata once and bind the operator to them."""
     return _bind("prefill_metadata", "prepare_v4_prefill_metadata", operands)
+
+
+def bind_prefill_tail(**operands: Any) -> Callable[[], None]:
+    """Check the arguments of prefill_tail once and bind the operator to them."""
+    return _bind("prefill_tail", "prefill_tail", operands)
 
 
 def bind_apply_table_edits(**operands: Any) -> Callable[[], None]:
@@ -184,6 +195,15 @@ _define(
     checks.check_prepare_v4_prefill_metadata,
     host_fallback.prefill_metadata.prepare_v4_prefill_metadata,
     device_kernels.prefill_metadata.prepare_v4_prefill_metadata,
+)
+_define(
+    "prefill_tail(Tensor records, Tensor tickets, Tensor batch_cu_seqlens_q, Tensor(a!) token_index, Tensor(b!) positions, "
+    "Tensor(c!) kv_swa_full_index_pivots, Tensor(d!) swa_len, Tensor(e!) swa_write_slot, Tensor(f!) token_row, "
+    "Tensor(g!) cu_seqlens_q, Tensor(h!) num_tokens, Tensor(i!) swa_load_plan, Tensor(j!) swa_valid_start, "
+    "Tensor(k!) last_token_index, int window, int ring, int tokens_per_step) -> ()",
+    checks.check_prefill_tail,
+    host_fallback.prefill_tail.prefill_tail,
+    device_kernels.prefill_tail.prefill_tail,
 )
 _define(
     "view_block(Tensor records, Tensor tickets, Tensor? num_kept, Tensor(a!) kv_swa_index_offset_len, "

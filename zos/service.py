@@ -153,11 +153,11 @@ class MetadataService(BatchEdits):
         return metadata
 
     @torch.compiler.disable
-    def prepare_prefill(self, slot: int = 0, full_index: bool = False) -> PrefillMetadata:
+    def prepare_prefill(self, slot: int = 0, full_index: bool = False, tail: bool = False) -> PrefillMetadata:
         """Flush staged edits, then turn the slot's prefill batch into metadata; moves no sequence.
 
-        One launch, two for a batch of more than 128 rows. A chunk longer than ring - window overwrites history that it was given:
-        once its entries are stored, commit it before preparing the row again.
+        One launch, two for a batch of more than 128 rows, and one more for the tail. A chunk longer than ring - window overwrites
+        history that it was given: once its entries are stored, commit it before preparing the row again.
 
         Parameters
         ----------
@@ -165,6 +165,8 @@ class MetadataService(BatchEdits):
             Metadata slot.
         full_index : bool
             Whether `kv_swa_full_index` is wanted. Its first use allocates T * W int32, so it must come before a capture.
+        tail : bool
+            Whether `tail` is wanted: the sub-batch of each prompt's last W tokens. Its first use allocates, too.
 
         Returns
         -------
@@ -178,7 +180,7 @@ class MetadataService(BatchEdits):
         """
         state, buffers = self.slot(slot), self._prefill_buffers(slot)
         self.flush()
-        metadata = buffers.view(state.prefill_batch, full_index)
+        metadata = buffers.view(state.prefill_batch, full_index, tail)
         self.launch_prepare(metadata)
         if not self._order.capturing():
             self._prepared(metadata)
@@ -494,7 +496,7 @@ class MetadataService(BatchEdits):
                 kernel.load(self.device.index)
         metadata = self.private_metadata(1, self.geometry.tokens_per_step)
         self.launch_prepare(metadata)
-        self.launch_prepare(self._new_prefill_buffers(-1).view(1, full_index=True))
+        self.launch_prepare(self._new_prefill_buffers(-1).view(1, full_index=True, tail=True))
         if metadata.block_view is not None:
             self.view_block(metadata)
         self.commit(metadata, torch.zeros(1, dtype=torch.int32, device=self.device))
@@ -515,9 +517,9 @@ class MetadataService(BatchEdits):
         """Metadata of a slot as a prepare of that shape returns it, without preparing."""
         return self.slot(slot).buffers.view(batch, tokens)
 
-    def slot_prefill_metadata(self, slot: int, batch: int, full_index: bool) -> PrefillMetadata:
+    def slot_prefill_metadata(self, slot: int, batch: int, full_index: bool, tail: bool = False) -> PrefillMetadata:
         """Metadata of a slot as a prepare_prefill of that shape returns it, without preparing; after its first prefill batch."""
-        return self._prefill_buffers(slot).view(batch, full_index)
+        return self._prefill_buffers(slot).view(batch, full_index, tail)
 
     def launch_prepare(self, metadata: StepMetadata) -> None:
         """Launch a prepare into `metadata`, flushing and counting nothing: what a captured step consists of."""

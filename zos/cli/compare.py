@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import numpy as np
 import torch
 
 from zos.block_view import OUTPUTS, BlockView
 from zos.mailbox import StepRecord
-from zos.metadata import StepMetadata
+from zos.metadata import PrefillMetadata, StepMetadata
 
 POISON = -7  # no output may hold it
 PLAIN_OUTPUTS = (
@@ -51,6 +53,9 @@ def metadata_tensors(metadata: StepMetadata) -> dict[str, torch.Tensor]:
     for ratio in metadata.compression_index:
         tensors[f"compression_write_slot[{ratio}]"] = metadata.compression_write_slot[ratio]
         tensors[f"compression_index[{ratio}]"] = metadata.compression_index[ratio]
+    if isinstance(metadata, PrefillMetadata) and metadata.tail is not None:
+        for field in fields(metadata.tail):
+            tensors[f"tail.{field.name}"] = getattr(metadata.tail, field.name)
     return tensors
 
 

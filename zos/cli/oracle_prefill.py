@@ -50,18 +50,18 @@ class PrefillOracle(Oracle):
             elif taken > 0:
                 self._write_row(out, row, state_id, first, len(ids))
                 out["last_token_index"][row] = before - 1
-                out["swa_load_plan"][row] = self._load_plan(row, state_id)
+                record = self.records[state_id]
+                out["swa_load_plan"][row] = self.load_plan(row, state_id, record["q_start"], record["swa_valid_start"])
         if full_index:
             out["kv_swa_full_index"] = self._expand(out["kv_swa_full_index_pivots"])
         return out
 
-    def _load_plan(self, row: int, state_id: int) -> list[tuple[int, int, int, int]]:
-        """Segments of a row's history: runs of rows that are zeros, or neighbours in the ring."""
-        record = self.records[state_id]
+    def load_plan(self, row: int, state_id: int, begin: int, valid_start: int) -> list[tuple[int, int, int, int]]:
+        """Segments of a row's history before `begin`: runs of rows that are zeros, or neighbours in the ring."""
         segments: list[tuple[int, int, int, int]] = []
         for k in range(self.window):
-            position, to = record["q_start"] - self.window + k, row * self.window + k
-            missing = position < max(record["swa_valid_start"], 0)
+            position, to = begin - self.window + k, row * self.window + k
+            missing = position < max(valid_start, 0)
             source, slot = (-1, 0) if missing else (state_id, position % self.ring)
             if segments and segments[-1][0] == source and (missing or segments[-1][1] + segments[-1][3] == slot):
                 source, slot, to, rows = segments.pop()

@@ -10,6 +10,7 @@ import numpy as np
 
 from zos.cli.cases import INT32, one_of
 from zos.cli.oracle_prefill import PrefillOracle
+from zos.cli.oracle_views import expected_tail
 from zos.cli.setups import Setup
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from zos.service import MetadataService
@@ -111,6 +112,7 @@ class PrefillBatch(Batch):
     """Rows of `prepare_prefill`."""
 
     full_index: bool
+    tail: bool
 
     @property
     def tokens(self) -> int:
@@ -124,7 +126,7 @@ class PrefillBatch(Batch):
         few, more = rng.integers(0, min(most, FEW_ROWS) + 1), rng.integers(1, min(most, MORE_ROWS) + 1)
         many = one_of(rng, rng.integers(1, most + 1), most)
         rows = one_of(rng, *[few] * 10, *[more] * 5, many)
-        return cls(setup, *_ids(rng, setup, rows), full_index=bool(rng.random() < 0.5))
+        return cls(setup, *_ids(rng, setup, rows), full_index=bool(rng.random() < 0.5), tail=bool(rng.random() < 0.5))
 
     def set_on(self, svc: MetadataService, slot: int) -> None:
         """`set_prefill_batch`."""
@@ -132,17 +134,20 @@ class PrefillBatch(Batch):
 
     def prepare(self, svc: MetadataService, slot: int) -> PrefillMetadata:
         """`prepare_prefill`."""
-        metadata: PrefillMetadata = svc.prepare_prefill(slot, self.full_index)
+        metadata: PrefillMetadata = svc.prepare_prefill(slot, self.full_index, self.tail)
         return metadata
 
     def expected(self, oracle: PrefillOracle, state_ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Outputs of `prepare_prefill`."""
-        return oracle.prepare_prefill(state_ids, self.full_index)
+        out = oracle.prepare_prefill(state_ids, self.full_index)
+        if self.tail:
+            out |= {f"tail.{name}": array for name, array in expected_tail(oracle, out).items()}
+        return out
 
     @staticmethod
     def storage(svc: MetadataService, slot: int) -> PrefillMetadata:
-        """Of max_batch rows with the full index."""
-        return svc.slot_prefill_metadata(slot, svc.max_batch, full_index=True)
+        """Of max_batch rows with the full index and the tail."""
+        return svc.slot_prefill_metadata(slot, svc.max_batch, full_index=True, tail=True)
 
 
 def _ids(rng: np.random.Generator, setup: Setup, rows: int) -> tuple[np.ndarray, np.ndarray]:

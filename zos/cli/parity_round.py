@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from zos.cli.cases import Result, forge_tickets, random_edits, random_result, random_table, tamper
-from zos.cli.compare import POISON, first_mismatch, metadata_arrays, poison
+from zos.cli.compare import POISON, block_view_tensors, first_mismatch, metadata_arrays, poison
 from zos.cli.oracle_prefill import PrefillOracle
+from zos.cli.oracle_views import expected_block_view
 from zos.cli.parity_batches import Batch, DecodeBatch, PrefillBatch
 from zos.cli.parity_slots import Slots
 from zos.cli.setups import SLOTS, Setup
@@ -188,7 +189,7 @@ class Round:
             self._compare(action, path, actual, expected)
             for name, array in metadata_arrays(whole).items():
                 written = len(actual.get(name, ()))  # nothing of an output that was not asked for
-                if name != "num_tokens" and (array[written:] != POISON).any():
+                if not name.endswith("num_tokens") and (array[written:] != POISON).any():
                     raise Mismatch(f"{action}: {path} wrote {name} beyond its {written} elements")
         assert expected is not None
         self.tickets[which] = expected["tickets"].copy()
@@ -221,6 +222,7 @@ class Round:
 
     def _commit(self, which: Prepare, result: Result) -> None:
         action, slot = which
+        self._view_blocks(which, result.num_kept)
         self.slots.committed(slot)
         if self.judged:
             rows = None if action == "prepare" else self.batches[which].device_ids.tolist()
@@ -243,6 +245,26 @@ class Round:
         expected = np.array(self.rig.oracle.marks, np.int32) if self.judged else next(iter(marks.values()))
         for path, array in marks.items():
             self._compare("commit", path, {"marks": array}, {"marks": expected})
+
+    def _view_blocks(self, which: Prepare, num_kept: np.ndarray) -> None:
+        """View what a drafter would draft next: with the step's result, or without one."""
+        geometry = self.rig.setup.geometry
+        if geometry.ring < geometry.window + geometry.tokens_per_step:
+            return
+        given = bool(self.rng.random() < 0.7)
+        expected = None
+        if self.judged:
+            tickets = self.tickets[which].tolist()
+            expected = expected_block_view(self.rig.oracle, tickets, num_kept.tolist() if given else None)
+        for path, metadata in self.prepared[which].items():
+            svc = self.rig.services[path]
+            assert metadata.block_view is not None
+            for tensor in block_view_tensors(metadata.block_view).values():
+                tensor.fill_(POISON)
+            view = svc.view_block(metadata, torch.from_numpy(num_kept).to(svc.device) if given else None)
+            actual = {name: tensor.cpu().numpy() for name, tensor in block_view_tensors(view).items()}
+            expected = expected or actual
+            self._compare("view_block", path, actual, expected)
 
     def _compare_tables(self, action: str) -> None:
         expected = self._oracle_table() if self.judged else None

@@ -89,11 +89,11 @@ class ClockedService(MetadataService):
         self._count(begin)
         return metadata
 
-    def prepare_prefill(self, slot: int = 0, full_index: bool = False) -> PrefillMetadata:
+    def prepare_prefill(self, slot: int = 0, full_index: bool = False, tail: bool = False) -> PrefillMetadata:
         """Clocked like prepare."""
         self.flush()
         begin = time.perf_counter()
-        metadata: PrefillMetadata = super().prepare_prefill(slot, full_index)
+        metadata: PrefillMetadata = super().prepare_prefill(slot, full_index, tail)
         self._count(begin)
         return metadata
 
