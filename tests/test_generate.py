@@ -52,6 +52,21 @@ def test_ids_without_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures(out)["accepted drafts per step"] == "0.000"
 
 
+def test_tail(capsys: pytest.CaptureFixture[str], device: str) -> None:
+    """With consumers on the prompt's last window alone the tokens are those of a dense twin that sees no more; not the whole's."""
+    prompt, options = (
+        "many more tokens than one window has " * 6,
+        ["--device", device, "--check", *SIZES[:4], "--chunk", "100"],
+    )
+    found = []
+    for tail in ([], ["--tail"]):
+        assert main(["generate", prompt, *options, *tail]) == 0
+        out = capsys.readouterr().out
+        assert figures(out)["different from dense"] == "0 of 12"
+        found.append(out.splitlines()[0])
+    assert found[0] != found[1]
+
+
 def test_check_sees_a_wrong_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A comparison that cannot fail would prove nothing."""
 

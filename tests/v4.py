@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -141,7 +140,7 @@ def forced_logits(
     svc.flush()
     while bool((svc.table.phase == zos.Phase.LIVE).any()):
         prefilling = bool((svc.table.q_start < svc.table.prompt_end).any())
-        md: zos.DecodeMetadata | zos.PrefillMetadata = svc.prepare_prefill() if prefilling else svc.prepare()
+        md: zos.DecodeMetadata | zos.PrefillMetadata = svc.prepare_prefill(tail=tail) if prefilling else svc.prepare()
         lengths = md.seqlens_q.cpu().numpy()
         drawn = rng.integers(1, np.minimum(np.maximum(lengths, 1), step) + 1)
         chunks = (svc.table.q_start < svc.table.prompt_end).cpu().numpy()
@@ -151,11 +150,7 @@ def forced_logits(
         is_kept = live & (md.positions < (md.seqlens_k - md.seqlens_q + kept)[row])
         noise = torch.from_numpy(rng.integers(0, config.vocabulary, md.tokens)).to(device)
         ids = torch.where(is_kept, state.prompts[row, position], noise)
-        view: DecodeStep | PrefillStep
-        if isinstance(md, zos.PrefillMetadata):
-            view = PrefillStep(config, state, md, tail_of(svc, md) if tail else None)
-        else:
-            view = DecodeStep(config, state, md)
+        view = PrefillStep(config, state, md) if isinstance(md, zos.PrefillMetadata) else DecodeStep(config, state, md)
         logits, taken = model.logits(model(ids, view)), view.consumers
         for place in taken.selected(is_kept).nonzero().flatten().tolist():
             of_row, at = found[taken._row[place]], taken.positions[place]
@@ -164,32 +159,3 @@ def forced_logits(
         svc.commit(md, kept)
     svc.check()
     return found
-
-
-def tail_of(svc: zos.MetadataService, md: zos.PrefillMetadata) -> SimpleNamespace:
-    """A TailMetadata: what a service says of the same rows if their chunks begin where the prompt's last window does."""
-    window = svc.geometry.window
-    shadow = zos.MetadataService(svc.capacity, md.batch, svc.geometry, svc.device, svc.max_prefill_tokens)
-    places = []
-    for row, (state_id, _, q_start, seqlen_q) in enumerate(md.tickets.tolist()):
-        if seqlen_q == 0:
-            continue
-        prompt_end, valid_start = (int(c[state_id]) for c in (svc.table.prompt_end, svc.table.swa_valid_start))
-        start = max(q_start, prompt_end - window)
-        skipped = min(start - q_start, seqlen_q)
-        place = int(md.cu_seqlens_q[row]) + skipped
-        places += range(place, place + seqlen_q - skipped)
-        first = max(valid_start, prompt_end - window, 0)
-        shadow.admit(state_id, start, seqlen_q - skipped, swa_valid_start=min(first, start), prompt_end=prompt_end)
-    shadow.set_prefill_batch(md.state_ids.tolist())
-    tail = shadow.prepare_prefill()
-    token_index = torch.tensor(places + [-1] * (md.tokens - len(places)), device=svc.device)
-    assert int(tail.num_tokens) == len(places)
-    return SimpleNamespace(
-        token_index=token_index,
-        positions=tail.positions,
-        kv_swa_full_index_pivots=tail.kv_swa_full_index_pivots,
-        swa_load_plan=tail.swa_load_plan,
-        swa_write_slot=tail.swa_write_slot,
-        last_token_index=tail.last_token_index,
-    )

@@ -14,7 +14,7 @@ import torch
 from zos.cli import InputError
 from zos.cli.options import chosen_device, whole
 from zos.v4.config import V4Config
-from zos.v4.dense import dense_forward
+from zos.v4.dense import Visibility, dense_forward
 from zos.v4.drafter import BlockDrafter, DraftModel
 from zos.v4.generator import Generation, Generator
 from zos.v4.model import V4Model
@@ -49,6 +49,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("--batch", type=whole(1, 1024), default=8, metavar="N", help="prompts at once (8)")
     parser.add_argument("--chunk", type=whole(1, 8192), default=256, metavar="N", help="prompt tokens in a step (256)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N", help="of the weights (0)")
+    parser.add_argument(
+        "--tail", action="store_true", help="consumer layers run on each prompt's last window only (YOCO)"
+    )
     parser.add_argument("--no-drafts", action="store_true", help="one token a step")
     parser.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: the GPU if there is one"
@@ -67,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     generator = Generator(
         model, longest + arguments.tokens, min(arguments.batch, len(prompts)), min(arguments.chunk, longest),
         make_drafter=lambda service, state: BlockDrafter(model, drafter, service, state) if drafter else Drafter(),
+        tail=arguments.tail,
     )  # fmt: skip
     generator.loop.capture()
     generations = [generator.submit(prompt, arguments.tokens) for prompt in prompts]
@@ -83,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
         "tokens/s": f"{tokens / seconds:.1f}   (prefill included; {seconds:.3f} s)",
         "accepted drafts per step": f"{generator.tokens_kept / generator.rows_served - 1:.3f}",
     }
-    found = compare(model, generations) if arguments.check else None
+    found = compare(model, generations, arguments.tail) if arguments.check else None
     if found is not None:
         rows["different from dense"] = f"{found.different} of {found.tokens}"
         if config.dtype != torch.float64:
@@ -116,13 +120,14 @@ def _ids(text: str) -> list[int]:
     return [int(word) for word in words if word]
 
 
-def compare(model: V4Model, generations: list[Generation]) -> Comparison:
-    """Compare each generated token with the dense twin's most likely one after the same tokens."""
+def compare(model: V4Model, generations: list[Generation], tail: bool = False) -> Comparison:
+    """Compare each generated token with what the dense twin says after the same tokens; `tail`: its consumers see no more."""
     counts = torch.zeros(3, dtype=torch.int64)
     for generation in generations:
         ids = torch.tensor(generation.prompt + generation.generated, device=model.head.weight.device)
         prompt = len(generation.prompt)
-        logits = dense_forward(model, ids).logits[prompt - 1 : -1].double()
+        seen = Visibility(consumer_start=max(0, prompt - model.config.geometry.window) if tail else 0)
+        logits = dense_forward(model, ids, seen).logits[prompt - 1 : -1].double()
         different = logits.argmax(1) != ids[prompt:]
         if model.config.dtype == torch.float64:
             near = torch.zeros_like(different)

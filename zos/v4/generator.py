@@ -49,6 +49,8 @@ class Generator:
         Most rows of a prefill step.
     make_drafter : callable, optional
         `make_drafter(service, state)` returns the drafter. Default: no drafts.
+    tail : bool
+        Run consumer layers on the last window of each prompt only (YOCO): less work, and they see no more of the prompt.
 
     Attributes
     ----------
@@ -66,8 +68,10 @@ class Generator:
         chunk: int = 256,
         prefill_rows: int = 4,
         make_drafter: Callable[[MetadataService, V4State], Drafter] | None = None,
+        tail: bool = False,
     ) -> None:
         config, device = model.config, model.head.weight.device
+        self._tail = tail
         self.model, self.chunk, self.prefill_rows = model, chunk, min(prefill_rows, max_batch)
         self.service = MetadataService(
             max_batch, max_batch, config.geometry, device, chunk * self.prefill_rows, "strided",
@@ -144,7 +148,7 @@ class Generator:
 
     def prefill_step(self) -> None:
         """Run one step of the service's prefill batch."""
-        metadata = self.service.prepare_prefill()
+        metadata = self.service.prepare_prefill(tail=self._tail)
         step = PrefillStep(self.model.config, self.state, metadata)
         hidden = self.model(input_ids(metadata, self.state, self.service.table.prompt_end), step)
         taken = step.consumers

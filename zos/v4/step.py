@@ -9,6 +9,7 @@ import torch
 from zos.attention import attend, swa_decode_attention, swa_prefill_attention
 from zos.block_view import BlockView
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
+from zos.prefill_tail import PrefillTail
 from zos.v4.config import LATENT, V4Config
 from zos.v4.state import V4State
 
@@ -43,18 +44,6 @@ class WindowMetadata(Protocol):
     @property
     def last_token_index(self) -> torch.Tensor:
         """int64 [B]."""
-
-
-class TailMetadata(WindowMetadata, Protocol):
-    """The tokens of a prefill step that consumer layers run on: those of each prompt's last window."""
-
-    @property
-    def token_index(self) -> torch.Tensor:
-        """Places in the whole step, int [T], -1 on padding."""
-
-    @property
-    def positions(self) -> torch.Tensor:
-        """int64 [T]."""
 
 
 class Step:
@@ -163,12 +152,10 @@ class PrefillStep(Step):
 
     metadata: PrefillMetadata
 
-    def __init__(
-        self, config: V4Config, state: V4State, metadata: PrefillMetadata, tail: TailMetadata | None = None
-    ) -> None:
+    def __init__(self, config: V4Config, state: V4State, metadata: PrefillMetadata) -> None:
         super().__init__(config, state, metadata)
         self._windows: WindowMetadata = metadata  # what says where these tokens' windows are
-        self._consumers: PrefillStep = self if tail is None else TailStep(self, tail)
+        self._consumers: PrefillStep = self if metadata.tail is None else TailStep(self, metadata.tail)
 
     @property
     def consumers(self) -> PrefillStep:
@@ -217,7 +204,7 @@ class PrefillStep(Step):
 class TailStep(PrefillStep):
     """The part of a prefill step that consumer layers run on: the tokens of each prompt's last window."""
 
-    def __init__(self, whole: PrefillStep, tail: TailMetadata) -> None:
+    def __init__(self, whole: PrefillStep, tail: PrefillTail) -> None:
         self.config, self.state, self.metadata = whole.config, whole.state, whole.metadata
         self.positions, self._windows, self._consumers = tail.positions, tail, self
         self._live, self._place = tail.token_index >= 0, tail.token_index.long().clamp(min=0)
