@@ -93,9 +93,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) prefill_tail(const __grid_
         const int row = round * THREADS + thread;
         const TailRow r = tail_of_row(p, row);
         int before = lanes_before(r.places);
-        __syncthreads();  // the arrays are free again
         if (lane == WARP - 1) of_warp[warp] = before + r.places;
-        __syncthreads();
+        __syncthreads();  // after it the other arrays are free again; of_warp is since the round before's second
         int total = 0;
 #pragma unroll
         for (int w = 0; w < THREADS / WARP; ++w) {

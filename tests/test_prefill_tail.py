@@ -25,9 +25,10 @@ def service(device: str, rows: int = 8, max_prefill_tokens: int = 512, **options
 
 def prepared(svc: zos.MetadataService) -> tuple[zos.PrefillMetadata, zos.PrefillTail]:
     """Prepare into poisoned buffers."""
-    poison(svc.slot_prefill_metadata(0, svc.slot(0).prefill_batch, full_index=False, tail=True))
+    storage = svc.slot_prefill_metadata(0, svc.slot(0).prefill_batch, full_index=False, tail=True)
+    poison(storage)
     metadata = svc.prepare_prefill(tail=True)
-    assert metadata.tail is not None
+    assert metadata.tail is not None and metadata is storage
     return metadata, metadata.tail
 
 

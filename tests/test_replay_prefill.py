@@ -160,8 +160,8 @@ def spoil_prefill(monkeypatch: pytest.MonkeyPatch, call: int, spoil: Any) -> Non
     """Let one prefill step, counted without the warm-up's, come out with other metadata."""
     prepare, calls = MetadataService.prepare_prefill, [0]
 
-    def faulty(self: MetadataService, slot: int = 0, full_index: bool = False) -> Any:
-        metadata = prepare(self, slot, full_index)
+    def faulty(self: MetadataService, slot: int = 0, full_index: bool = False, tail: bool = False) -> Any:
+        metadata = prepare(self, slot, full_index, tail)
         calls[0] += int(metadata.num_tokens) > 0
         if calls[0] == call:
             spoil(metadata)
