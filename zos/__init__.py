@@ -6,12 +6,23 @@ from zos.cache import SwaCache
 from zos.device_loop import DeviceLoop
 from zos.entry import EntryFormat
 from zos.errors import (
+    BoundaryError,
+    CorruptStateError,
     DeviceStateError,
     EditsDuringCaptureError,
     KernelNotReadyError,
     MailboxFullError,
     MailboxOverrunError,
     MetadataReplacedError,
+    MissingStateError,
+    NoFreeStateError,
+    OtherKeyError,
+    OtherLayoutError,
+    OtherVersionError,
+    StateInUseError,
+    StateNotLiveError,
+    StoreError,
+    StoreUnavailableError,
 )
 from zos.geometry import CompressionRing, RingGeometry
 from zos.layout import CompressionState, StateSlotLayout
@@ -21,13 +32,16 @@ from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.requests import Request, RequestState
 from zos.service import MetadataService
 from zos.steps import StepResult
+from zos.store import LocalStateStore, StateStore
 from zos.table import ErrorCode, Phase, SequenceTable
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "BoundaryError",
     "CompressionRing",
     "CompressionState",
+    "CorruptStateError",
     "DecodeLoop",
     "DecodeMetadata",
     "DeviceLoop",
@@ -36,11 +50,17 @@ __all__ = [
     "EntryFormat",
     "ErrorCode",
     "KernelNotReadyError",
+    "LocalStateStore",
     "Mailbox",
     "MailboxFullError",
     "MailboxOverrunError",
     "MetadataReplacedError",
     "MetadataService",
+    "MissingStateError",
+    "NoFreeStateError",
+    "OtherKeyError",
+    "OtherLayoutError",
+    "OtherVersionError",
     "Phase",
     "PrefillMetadata",
     "ReplayPlan",
@@ -48,10 +68,15 @@ __all__ = [
     "RequestState",
     "RingGeometry",
     "SequenceTable",
+    "StateInUseError",
+    "StateNotLiveError",
     "StateSlotAllocator",
     "StateSlotLayout",
+    "StateStore",
     "StepRecord",
     "StepResult",
+    "StoreError",
+    "StoreUnavailableError",
     "SwaCache",
     "plan_bounded_replay",
 ]
