@@ -9,6 +9,8 @@ import numpy as np
 import torch
 
 import zos
+from tests.mooncake import open_mooncake
+from zos.mooncake_store import MooncakeStateStore
 from zos.store import _name
 from zos.store_format import key_bytes
 
@@ -35,6 +37,20 @@ def open_local(folder: Path) -> Open:
         return zos.LocalStateStore(svc, cache, folder, allocator)
 
     return opened
+
+
+def open_place(place: str) -> Open:
+    """Open stores of local:DIRECTORY or mooncake:HOST:PORT:METADATA_PORT."""
+    if place.startswith("local:"):
+        return open_local(Path(place.removeprefix("local:")))
+    return lambda svc, cache, allocator=None: open_mooncake(place, svc, cache, allocator)
+
+
+def discard(store: zos.StateStore) -> None:
+    """Close a store without a farewell to Mooncake, which takes a second."""
+    if isinstance(store, MooncakeStateStore):
+        store._give_up()
+    store.close()
 
 
 def found(store: zos.StateStore, key: str | bytes) -> bytes:

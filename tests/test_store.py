@@ -8,8 +8,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,26 +18,34 @@ import torch
 
 import zos
 from tests.reference import as_array, assert_bitwise_equal, random_steps
-from tests.stores import LAYOUT, Open, found, open_local, plant, service_and_cache
+from tests.stores import LAYOUT, Open, discard, found, open_local, open_place, plant, service_and_cache
 from zos.store_format import HEADER_BYTES, LONGEST_KEY
 
 ROOT = Path(__file__).parent.parent
 
 
-@pytest.fixture(params=["local"])
+@pytest.fixture(params=["local", "mooncake"])
 def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Where a store is: what `opened` takes."""
-    return f"local:{tmp_path / 'states'}"
+    """Where a store is: what `open_place` takes."""
+    if request.param == "local":
+        return f"local:{tmp_path / 'states'}"
+    cluster = request.getfixturevalue("mooncake")
+    cluster.clear()
+    return str(cluster.place)
 
 
 @pytest.fixture
-def opened(place: str) -> Open:
+def opened(place: str) -> Iterator[Open]:
     """Open stores of the same place."""
-    return open_place(place)
+    stores: list[zos.StateStore] = []
 
+    def opened(*arguments: Any) -> zos.StateStore:
+        stores.append(open_place(place)(*arguments))
+        return stores[-1]
 
-def open_place(place: str) -> Open:
-    return open_local(Path(place.removeprefix("local:")))
+    yield opened
+    for store in stores:
+        discard(store)
 
 
 def everything(svc: zos.MetadataService, cache: zos.SwaCache) -> tuple[np.ndarray, np.ndarray]:
@@ -80,8 +89,7 @@ def test_full_size(device: str, opened: Open, seed: int) -> None:
 
 PUT = """
 import sys, time
-from tests.stores import service_and_cache
-from tests.test_store import open_place
+from tests.stores import open_place, service_and_cache
 svc, cache = service_and_cache("cpu", seed=int(sys.argv[2]))
 store = open_place(sys.argv[1])(svc, cache)
 svc.admit(1, q_start=1000)
@@ -243,32 +251,27 @@ def versioned(blob: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
+    ("change", "error", "text"),
     [
-        (lambda blob: b"", zos.CorruptStateError),
-        (lambda blob: blob[:11], zos.CorruptStateError),
-        (lambda blob: blob[:HEADER_BYTES], zos.CorruptStateError),
-        (lambda blob: blob[:-1], zos.CorruptStateError),
-        (lambda blob: blob + b"\0", zos.CorruptStateError),
-        (lambda blob: bytes(len(blob)), zos.CorruptStateError),
-        (versioned, zos.OtherVersionError),
+        (lambda blob: blob[:11], zos.CorruptStateError, "11 bytes found are no stored state"),
+        (lambda blob: blob[: HEADER_BYTES - 1], zos.CorruptStateError, "truncated"),
+        (lambda blob: blob[:HEADER_BYTES], zos.CorruptStateError, "has 0 bytes behind its header"),
+        (lambda blob: blob[:-1], zos.CorruptStateError, "bytes behind its header instead of"),
+        (lambda blob: blob + b"\0", zos.CorruptStateError, "bytes behind its header instead of"),
+        (lambda blob: bytes(len(blob)), zos.CorruptStateError, "no stored state"),
+        (versioned, zos.OtherVersionError, "version 2"),
     ],
 )
-def test_other_bytes(opened: Open, change: Callable[[bytes], bytes], error: type[zos.StoreError]) -> None:
+def test_other_bytes(opened: Open, change: Callable[[bytes], bytes], error: type[zos.StoreError], text: str) -> None:
     """What is no whole state of this version is refused by name, and nothing has changed."""
     svc, cache = service_and_cache("cpu")
     allocator = zos.StateSlotAllocator([2])
     store = opened(svc, cache, allocator)
     svc.admit(1, q_start=1000)
     store.put("key", 1, 1000)
-    blob = change(found(store, "key"))
-    if blob:
-        plant(store, "key", blob)
-    else:
-        store.delete("key")
-        error = zos.MissingStateError
+    plant(store, "key", change(found(store, "key")))
     before = everything(svc, cache)
-    with pytest.raises(error):
+    with pytest.raises(error, match=text):
         store.get("key")
     for name, old, new in zip(("records", "slab"), before, everything(svc, cache), strict=True):
         assert_bitwise_equal(new, old, name)
@@ -317,7 +320,7 @@ def test_other_layout(opened: Open, layout: zos.StateSlotLayout) -> None:
     opened(svc, cache).put("key", 1, 1000)
     svc, cache = service_and_cache("cpu")
     before = everything(svc, cache)
-    with pytest.raises((zos.OtherLayoutError, zos.CorruptStateError)):
+    with pytest.raises(zos.OtherLayoutError):
         opened(svc, cache).get("key", 2)
     for name, old, new in zip(("records", "slab"), before, everything(svc, cache), strict=True):
         assert_bitwise_equal(new, old, name)
@@ -415,6 +418,28 @@ def test_get_refused(opened: Open) -> None:
         opened(svc, cache).get("key")
 
 
+def test_failed_admission(opened: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slot whose restore fails half-way goes back to the allocator; so does one that somebody else admitted to."""
+    svc, cache = service_and_cache("cpu")
+    allocator = zos.StateSlotAllocator([2])
+    store = opened(svc, cache, allocator)
+    svc.admit(1, q_start=1000)
+    store.put("key", 1, 1000)
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(svc, "admit", fail)
+        with pytest.raises(MemoryError):
+            store.get("key")
+    assert allocator.free == 1
+    svc.admit(2)
+    with pytest.raises(zos.StateInUseError, match="state_id=2 of the allocator"):
+        store.get("key")
+    assert allocator.free == 1
+
+
 def test_rebuild_dropped(device: str, opened: Open) -> None:
     """Rings that are not stored are rebuilt from a window before the boundary; no entry below it is emitted again."""
     svc, cache = service_and_cache(device)
@@ -465,7 +490,7 @@ def test_concurrent_writers(opened: Open) -> None:
     while any(writer.is_alive() for writer in writers):
         try:
             reader.get("key", 2)
-        except zos.MissingStateError:
+        except (zos.MissingStateError, zos.CorruptStateError):
             assert not isinstance(reader, zos.LocalStateStore)  # which replaces a file in one go
             continue
         svc.release(2)

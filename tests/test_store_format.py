@@ -89,19 +89,30 @@ def test_any_signed_header(numbers: list[int], payload: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "value"),
-    [(0, 5), (1, 3), (1, 7), (1, 13), (2, 0), (2, 102), (2, 98), (3, 2**31), (4, 101), (5, 2), (5, 2**32 - 1), (6, 0)],
+    "changes",
+    [
+        {"window": 5},
+        *({"ring": ring, "payload": LAYOUT.stored_bytes_of(ring)} for ring in (3, 13)),
+        {"ring": 0, "payload": 0},
+        {"ring": 7},
+        *({"boundary": boundary} for boundary in (0, 98, 102)),
+        {"boundary": 2**31, "head": 2**31},
+        {"swa_valid_start": 101},
+        *({"key": length} for length in (2, 2**32 - 1)),
+        {"payload": 0},
+    ],
 )
-def test_each_number(field: int, value: int) -> None:
-    """Each number of the header is checked: window, ring, boundary, head, valid start, key's length, payload's."""
-    numbers = [4, 6, 100, 101, 0, 3, LAYOUT.stored_bytes]
-    numbers[field] = value
+def test_each_number(changes: dict[str, int]) -> None:
+    """Each number of a header that has its checksum is checked."""
+    numbers = {"window": 4, "ring": 6, "boundary": 100, "head": 101, "swa_valid_start": 0, "key": 3}
+    numbers |= {"payload": LAYOUT.stored_bytes, **changes}
     blob = whole()
+    blob[HEADER_BYTES:] = bytes(numbers["payload"])
     FIELDS.pack_into(
         blob,
         PREFIX.size,
         bytes.fromhex(LAYOUT.stored_fingerprint),
-        *numbers,
+        *numbers.values(),
         hashlib.sha256(blob[HEADER_BYTES:]).digest(),
     )
     with pytest.raises((zos.CorruptStateError, zos.OtherKeyError)):

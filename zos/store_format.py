@@ -193,8 +193,8 @@ def _check_numbers(state: StoredState, window: int, payload: int, layout: StateS
     if window != layout.geometry.window:
         raise CorruptStateError(f"the state's header says window={window}, its layout {layout.geometry.window}")
     longest = RING_FACTOR * layout.geometry.ring
-    if not window <= state.ring <= longest:
-        raise CorruptStateError(f"the state's rings have {state.ring} slots; {window} … {longest} are read")
+    if not 1 <= state.ring <= longest:
+        raise CorruptStateError(f"the state's rings have {state.ring} slots; 1 … {longest} are read")
     if payload != layout.stored_bytes_of(state.ring):
         raise CorruptStateError(f"the state's header says {payload} bytes, but its rings have another length")
     if state.head > INT32_LARGEST:
