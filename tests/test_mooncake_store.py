@@ -121,6 +121,7 @@ def test_master_comes_back(cluster: MooncakeCluster, tmp_path: Path) -> None:
 
 def test_no_master(tmp_path: Path) -> None:
     """An address where nobody answers is an error of the constructor, in time; the client's log is kept where it is asked for."""
+    require_mooncake()
     ports = dict(zip(("port", "metadata_port"), free_ports(2), strict=True))
     log = tmp_path / "client.log"
     begin = time.monotonic()
