@@ -80,7 +80,7 @@ def test_chunks(tmp_path: Path) -> None:
 
 def test_sample(tmp_path: Path) -> None:
     """A public trace: most hits find a state."""
-    options = ("--device=cpu", "--limit=8", f"--store=local:{tmp_path / 'states'}")
+    options = ("--device=cpu", "--limit=14", "--check=100", f"--store=local:{tmp_path / 'states'}")
     found = replay_figures(tmp_path, MOONCAKE, *options)
     assert found["mismatches"] == 0
     assert found["store"]["hits_restored"] > 0 and found["store"]["gets_failed"] == 0
