@@ -9,6 +9,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from tests.mooncake import MooncakeCluster, require_mooncake
+
 SEED_VARIABLE = "ZOS_TEST_SEED"
 _SEED = int(os.environ.get(SEED_VARIABLE, random.SystemRandom().randrange(2**32)))
 
@@ -38,3 +40,12 @@ def seed() -> Iterator[int]:
     """Seed of this run; set ZOS_TEST_SEED to repeat one."""
     print(f"{SEED_VARIABLE}={_SEED}")
     yield _SEED
+
+
+@pytest.fixture(scope="session")
+def mooncake(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MooncakeCluster]:
+    """A Mooncake Store on loopback, shared by all tests that do not break it."""
+    require_mooncake()
+    cluster = MooncakeCluster(tmp_path_factory.mktemp("mooncake"))
+    yield cluster
+    cluster.kill()

@@ -15,6 +15,8 @@ from tests.test_cli import failure
 from zos.cli.main import main
 from zos.v4.config import V4Config
 from zos.v4.dense import dense_forward
+from zos.metadata import PrefillMetadata
+from zos.service import MetadataService
 from zos.v4.generator import Generator
 from zos.v4.model import V4Model
 
@@ -52,19 +54,20 @@ def test_ids_without_drafts(capsys: pytest.CaptureFixture[str]) -> None:
     assert figures(out)["accepted drafts per step"] == "0.000"
 
 
-def test_tail(capsys: pytest.CaptureFixture[str], device: str) -> None:
-    """With consumers on the prompt's last window alone the tokens are those of a dense twin that sees no more; not the whole's."""
-    prompt, options = (
-        "many more tokens than one window has " * 6,
-        ["--device", device, "--check", *SIZES[:4], "--chunk", "100"],
-    )
-    found = []
-    for tail in ([], ["--tail"]):
-        assert main(["generate", prompt, *options, *tail]) == 0
-        out = capsys.readouterr().out
-        assert figures(out)["different from dense"] == "0 of 12"
-        found.append(out.splitlines()[0])
-    assert found[0] != found[1]
+def test_tail(capsys: pytest.CaptureFixture[str], device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With consumers on the prompt's last window alone the tokens are those of a dense twin that sees no more."""
+    asked = []
+
+    def noting(svc: MetadataService, *arguments: object, tail: bool = False) -> PrefillMetadata:
+        asked.append(tail)
+        return prepare(svc, *arguments, tail=tail)
+
+    prepare = MetadataService.prepare_prefill
+    monkeypatch.setattr(MetadataService, "prepare_prefill", noting)
+    prompt, options = "many more tokens than one window has " * 6, ["--device", device, "--check", "--chunk", "100"]
+    assert main(["generate", prompt, "short", *options, *SIZES[:4], "--tail"]) == 0
+    assert figures(capsys.readouterr().out)["different from dense"] == "0 of 24"
+    assert len(asked) == 3 and all(asked)
 
 
 def test_check_sees_a_wrong_token(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -142,19 +142,30 @@ def test_fingerprint_is_stable() -> None:
 def test_fingerprint_tells_layouts_apart() -> None:
     """One changed number is another layout: entries of one are never read as those of the other."""
     ring = zos.CompressionRing(2)
+    longer = zos.StateSlotLayout(zos.RingGeometry(ring=135))
     others = [
         zos.StateSlotLayout(stored_layers=2),
         zos.StateSlotLayout(dropped_layers=1),
         zos.StateSlotLayout(draft_layers=1),
         zos.StateSlotLayout(zos.RingGeometry(127, 6)),  # the same ring, another window
-        zos.StateSlotLayout(zos.RingGeometry(ring=135)),
+        longer,
         zos.StateSlotLayout(entry=zos.EntryFormat.v4()),
         zos.StateSlotLayout(entry=replace(zos.EntryFormat.mxfp8(), scale_block=64, scale_pad=8)),
         zos.StateSlotLayout(compression=[(ring, 64, 1)]),
         zos.StateSlotLayout(compression=[(ring, 32, 2)]),
+        zos.StateSlotLayout(compression=[(zos.CompressionRing(3), 64, 1)]),
+        zos.StateSlotLayout(compression=[(zos.CompressionRing(2, overlap=True), 64, 1)]),
         zos.StateSlotLayout(),
     ]
     assert len({layout.fingerprint for layout in others}) == len(others)
+    assert (
+        len({layout.stored_fingerprint for layout in others}) == len(others) - 1
+    )  # where rings are longer only, they are re-mapped
+    assert longer.stored_fingerprint == zos.StateSlotLayout().stored_fingerprint
+    more_drafts = zos.StateSlotLayout(
+        zos.RingGeometry(draft_tokens=7), compression=[(zos.CompressionRing(2, 8), 64, 1)]
+    )
+    assert more_drafts.stored_fingerprint == zos.StateSlotLayout(compression=[(ring, 64, 1)]).stored_fingerprint
     assert others[-1] == zos.StateSlotLayout() and hash(others[-1]) == hash(zos.StateSlotLayout())
 
 

@@ -7,12 +7,23 @@ from zos.cache import SwaCache
 from zos.device_loop import DeviceLoop
 from zos.entry import EntryFormat
 from zos.errors import (
+    BoundaryError,
+    CorruptStateError,
     DeviceStateError,
     EditsDuringCaptureError,
     KernelNotReadyError,
     MailboxFullError,
     MailboxOverrunError,
     MetadataReplacedError,
+    MissingStateError,
+    NoFreeStateError,
+    OtherKeyError,
+    OtherLayoutError,
+    OtherVersionError,
+    StateInUseError,
+    StateNotLiveError,
+    StoreError,
+    StoreUnavailableError,
 )
 from zos.geometry import CompressionRing, RingGeometry
 from zos.layout import CompressionState, StateSlotLayout
@@ -24,14 +35,17 @@ from zos.requests import Request, RequestState
 from zos.service import MetadataService
 from zos.snapshots import Snapshot, SnapshotPool
 from zos.steps import StepResult
+from zos.store import LocalStateStore, StateStore
 from zos.table import ErrorCode, Phase, SequenceTable
 
 __version__ = "0.1.0"
 
 __all__ = [
     "BlockView",
+    "BoundaryError",
     "CompressionRing",
     "CompressionState",
+    "CorruptStateError",
     "DecodeLoop",
     "DecodeMetadata",
     "DeviceLoop",
@@ -40,11 +54,17 @@ __all__ = [
     "EntryFormat",
     "ErrorCode",
     "KernelNotReadyError",
+    "LocalStateStore",
     "Mailbox",
     "MailboxFullError",
     "MailboxOverrunError",
     "MetadataReplacedError",
     "MetadataService",
+    "MissingStateError",
+    "NoFreeStateError",
+    "OtherKeyError",
+    "OtherLayoutError",
+    "OtherVersionError",
     "Phase",
     "PrefillMetadata",
     "PrefillTail",
@@ -55,10 +75,15 @@ __all__ = [
     "SequenceTable",
     "Snapshot",
     "SnapshotPool",
+    "StateInUseError",
+    "StateNotLiveError",
     "StateSlotAllocator",
     "StateSlotLayout",
+    "StateStore",
     "StepRecord",
     "StepResult",
+    "StoreError",
+    "StoreUnavailableError",
     "SwaCache",
     "plan_bounded_replay",
 ]

@@ -6,12 +6,23 @@ from device_kernels.module import KernelNotReadyError
 from zos.table import Fault
 
 __all__ = [
+    "BoundaryError",
+    "CorruptStateError",
     "DeviceStateError",
     "EditsDuringCaptureError",
     "KernelNotReadyError",
     "MailboxFullError",
     "MailboxOverrunError",
     "MetadataReplacedError",
+    "MissingStateError",
+    "NoFreeStateError",
+    "OtherKeyError",
+    "OtherLayoutError",
+    "OtherVersionError",
+    "StateInUseError",
+    "StateNotLiveError",
+    "StoreError",
+    "StoreUnavailableError",
 ]
 
 
@@ -38,3 +49,47 @@ class MailboxFullError(RuntimeError):
 
 class MailboxOverrunError(RuntimeError):
     """Records of a mailbox were overwritten before they were read."""
+
+
+class StoreError(RuntimeError):
+    """An external store refused a put or a get; nothing was changed, and a sequence can start by bounded replay instead."""
+
+
+class MissingStateError(StoreError):
+    """There is no state under the key."""
+
+
+class CorruptStateError(StoreError):
+    """The bytes found are no whole state: truncated, flipped, or something else."""
+
+
+class OtherVersionError(StoreError):
+    """The state was written in another version of the format."""
+
+
+class OtherLayoutError(StoreError):
+    """The state was written with another layout, of which more than the ring's length differs."""
+
+
+class OtherKeyError(StoreError):
+    """The state found was stored under another key."""
+
+
+class BoundaryError(StoreError, ValueError):
+    """The boundary does not fit: its window is no longer in the ring, is not final yet, or could not be gone on from."""
+
+
+class StateNotLiveError(StoreError, ValueError):
+    """The state to be stored holds no sequence: it is free or in error."""
+
+
+class StateInUseError(StoreError, ValueError):
+    """The state to restore into holds a sequence."""
+
+
+class NoFreeStateError(StoreError):
+    """The allocator has no state slot to restore into."""
+
+
+class StoreUnavailableError(StoreError):
+    """The back end failed, or did not answer in time."""

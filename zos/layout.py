@@ -162,7 +162,11 @@ class StateSlotLayout:
     @property
     def stored_bytes(self) -> int:
         """Bytes of the part for an external store: the slot's first, [0, stored_bytes)."""
-        return self.stored_layers * round_up(self.ring_bytes, LAYER_ALIGNMENT)
+        return self.stored_bytes_of(self.geometry.ring)
+
+    def stored_bytes_of(self, ring: int) -> int:
+        """Bytes of that part where rings have `ring` slots."""
+        return self.stored_layers * round_up(self.entry.page_bytes(ring), LAYER_ALIGNMENT)
 
     @cached_property
     def slot_bytes(self) -> int:
@@ -182,6 +186,21 @@ class StateSlotLayout:
     def fingerprint(self) -> str:
         """Hexadecimal SHA-256 of sizes, formats and byte map: the same in every process, another for every other layout."""
         facts = {**asdict(self), "regions": [(r.kind, r.offset, r.bytes, r.padded_bytes) for r in self.regions]}
+        return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+    @cached_property
+    def stored_fingerprint(self) -> str:
+        """Hexadecimal SHA-256 of what a stored state means: all but what follows from the ring's length, which a reader re-maps.
+
+        Rings and compression that are not stored count too: they tell whose state it is.
+        """
+        facts = {
+            "window": self.geometry.window,
+            "layers": [getattr(self, f"{kind}_layers") for kind in RING_KINDS],
+            "entry": asdict(self.entry),
+            "compression": [(g.ring.ratio, g.ring.overlap, g.entry_bytes, g.layers) for g in self.compression],
+            "layer_alignment": LAYER_ALIGNMENT,
+        }
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
     def slots_in(self, memory_bytes: int) -> int:

@@ -36,6 +36,32 @@ def dequantised(entries: np.ndarray) -> np.ndarray:
     return bits
 
 
+class RestoredPrefixes:
+    """Who wrote what a restored state's ring holds below its boundary: the sequence whose state was stored.
+
+    Parameters
+    ----------
+    capacity : int
+        Number of states.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        # int64 [capacity, 4]: generation of the restored sequence, its boundary, state and generation of the one stored
+        self._rows = np.zeros((capacity, 4), np.int64)
+
+    def add(self, state_id: int, generation: int, boundary: int, writer: int, writer_generation: int) -> None:
+        """A state of this generation was restored at a boundary."""
+        self._rows[state_id] = generation, boundary, writer, writer_generation
+
+    def writers(
+        self, state_id: np.ndarray, generation: np.ndarray, position: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """State and generation int64 [T] that wrote tokens int64 [T], int64 [T], int64 [T]; of a window, not of all before it."""
+        life, boundary, writer, writer_generation = self._rows[state_id].T
+        restored = (life == generation) & (position < boundary)
+        return np.where(restored, writer, state_id), np.where(restored, writer_generation, generation)
+
+
 class DenseRing:
     """The last positions of every sequence, made from (state_id, generation, position) when first asked for.
 
@@ -45,10 +71,16 @@ class DenseRing:
         Number of states.
     window : int
         Most positions asked for at once.
+
+    Attributes
+    ----------
+    restored : RestoredPrefixes
+        Which states hold what others wrote.
     """
 
     def __init__(self, capacity: int, window: int) -> None:
         self._window = window
+        self.restored = RestoredPrefixes(capacity)
         self._latents = Latents()
         # by place, which is state_id * window + position % window
         self._entries = np.zeros((capacity * window, ENTRY_BYTES), np.uint8)
@@ -77,7 +109,8 @@ class DenseRing:
         new = (position >= 0) & (self._held[place] != wanted).any(axis=2)
         if new.any():
             state, where = np.broadcast_to(state_id[:, None], new.shape)[new], place[new]
-            self._entries[where] = self.entries(state, wanted[new][:, 0], position[new], np.zeros(len(where), bool))
+            state, writer_generation = self.restored.writers(state, wanted[new][:, 0], position[new])
+            self._entries[where] = self.entries(state, writer_generation, position[new], np.zeros(len(where), bool))
             self._held[where] = wanted[new]
         found = self._entries.take(place, axis=0)
         found[position < 0] = 0

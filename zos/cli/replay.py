@@ -10,9 +10,11 @@ from pathlib import Path
 
 from zos.cli import InputError
 from zos.cli.options import check_output, chosen_device, real, whole
+from zos.cli.prefix_hits import BLOCK_TOKENS
 from zos.cli.replay_report import check_plot, write_plot
 from zos.cli.replay_requests import replay_requests
 from zos.cli.replay_run import DEFAULT_MAX_PREFILL_TOKENS, replay
+from zos.cli.replay_store import check_place
 from zos.cli.traces import read_trace
 from zos.service import TOKEN_LAYOUTS
 
@@ -56,6 +58,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--ring", action="store_true", help="store, load and check a latent of every token")
     parser.add_argument(
+        "--store",
+        metavar="PLACE",
+        help="keep the state at the end of each chunk (then of 512 tokens, or a multiple) in local:DIRECTORY or "
+        "mooncake:HOST[:PORT[:METADATA_PORT]], and start prefix hits from there; for traces with hash_ids",
+    )
+    parser.add_argument(
         "--churn",
         type=_probability,
         nargs="?",
@@ -92,6 +100,8 @@ def run(arguments: argparse.Namespace) -> int:
     if by_requests:
         _refuse(arguments)
     requests = read_trace(arguments.trace)[: arguments.limit]
+    if arguments.store:
+        _check_store(arguments, any(request.hash_ids for request in requests))
     arguments.device = chosen_device(arguments.device)
     if arguments.plot:
         check_plot(arguments.plot)
@@ -113,13 +123,26 @@ def run(arguments: argparse.Namespace) -> int:
 def _refuse(arguments: argparse.Namespace) -> None:
     """Raise InputError for options that do not go together."""
     given = next(option for option, value in _requests_options(arguments).items() if value)
-    for option in ("chunk", "max_prefill_tokens", "ring"):
+    for option in ("chunk", "max_prefill_tokens", "ring", "store"):
         if getattr(arguments, option):
             raise InputError(f"--{option.replace('_', '-')} does not go with {given}: prompts count as prefilled there")
     if arguments.device_loop and arguments.steps_per_replay:
         raise InputError("--steps-per-replay does not go with --device-loop: a run takes as many steps as it needs")
     if arguments.device_loop and arguments.device == "cuda" and importlib.util.find_spec("cuda.core") is None:
         raise InputError("--device-loop needs cuda.core on a GPU: install cuda-core, or take --device cpu")
+
+
+def _check_store(arguments: argparse.Namespace, has_blocks: bool) -> None:
+    """Raise InputError where --store has nothing to do."""
+    check_place(arguments.store)
+    if not has_blocks:
+        raise InputError(f"--store needs a trace with hash_ids, and {arguments.trace} has none")
+    if (arguments.chunk or BLOCK_TOKENS) % BLOCK_TOKENS:
+        raise InputError(
+            f"--chunk {arguments.chunk} is no multiple of a block of {BLOCK_TOKENS} tokens, as --store needs"
+        )
+    if (arguments.max_prefill_tokens or DEFAULT_MAX_PREFILL_TOKENS) < BLOCK_TOKENS:
+        raise InputError(f"--max-prefill-tokens {arguments.max_prefill_tokens} holds no block of {BLOCK_TOKENS} tokens")
 
 
 def _requests_options(arguments: argparse.Namespace) -> dict[str, bool]:

@@ -44,13 +44,36 @@ class Prediction:
         """Predict an admission whose prompt counts as prefilled."""
         self._admit(state_id, q_start=q_start, head=q_start, stop_at=stop_at, seqlen_q=self._tokens_per_step)
 
-    def admit_prompt(self, state_id: int, prompt_end: int, stop_at: int, chunk_q: int, hit: int) -> int:
-        """Predict an admission whose prompt is prefilled after a prefix hit of `hit` tokens; returns its q_start."""
-        adopted = hit if hit > self._window else 0
+    def admit_prompt(
+        self,
+        state_id: int,
+        prompt_end: int,
+        stop_at: int,
+        chunk_q: int,
+        hit: int,
+        restored: tuple[int, int] | None = None,
+        aligned: bool = False,
+    ) -> int:
+        """Predict an admission whose prompt is prefilled after a prefix hit; returns its q_start.
+
+        Parameters
+        ----------
+        state_id, prompt_end, stop_at, chunk_q : int
+            As admitted.
+        hit : int
+            Tokens of the prefix hit.
+        restored : (int, int), optional
+            q_start and swa_valid_start of a restored state. Default: the hit is adopted by bounded replay, or not at all.
+        aligned : bool
+            Whether the first chunk is cut at a multiple of chunk_q, and so the others are.
+        """
+        adopted = hit if hit > self._window or restored else 0
         start = max(0, adopted - self._window)
-        chunk = min(chunk_q, prompt_end - start) or self._tokens_per_step
+        start, valid_start = restored or (start, start)
+        first_chunk = chunk_q - start % chunk_q if aligned else chunk_q
+        chunk = min(first_chunk, prompt_end - start) or self._tokens_per_step
         self._admit(
-            state_id, q_start=start, head=start, swa_valid_start=start, kv_cached_end=adopted, prompt_end=prompt_end,
+            state_id, q_start=start, head=start, swa_valid_start=valid_start, kv_cached_end=adopted, prompt_end=prompt_end,
             stop_at=stop_at, chunk_q=chunk_q, seqlen_q=chunk,
         )  # fmt: skip
         return start

@@ -15,6 +15,7 @@ from zos.cli import InputError
 from zos.cli.replay_check import StepChecker
 from zos.cli.replay_measure import Meter
 from zos.cli.replay_schedule import Scheduler
+from zos.cli.replay_store import ReplayStore
 
 NOT_MEASURED = "not measured"
 LABEL_WIDTH = 26
@@ -39,6 +40,8 @@ class Report:
     on_gpu: bool
     judges: str  # what checked steps were held against
     ring_entries: int | None  # compared with the dense ring; None without a ring
+    store: ReplayStore | None
+    store_place: str | None  # what --store named
     requests: int
     skipped: int  # requests without output
     scheduler: Scheduler
@@ -68,6 +71,7 @@ class Report:
             "mismatch_examples": self.checker.examples,
             "ring_entries_compared": self.ring_entries,
             "prefill": self.scheduler.figures.summary() if self.scheduler.figures else None,
+            "store": self._store_figures(),
             "metadata_us": {
                 "what": self.meter.what,
                 "steps": len(times),
@@ -79,6 +83,16 @@ class Report:
             "waits_per_step": rounded(self.meter.waits_per_step),
             "waits_per_step_without_edits": rounded(self.meter.waits_per_plain_step),
             "allocations_after_capture": self.allocations_after_capture,
+        }
+
+    def _store_figures(self) -> dict[str, int] | None:
+        """What came of the external store; None without one."""
+        if self.store is None or self.scheduler.figures is None:
+            return None
+        figures = self.store.figures
+        return {
+            **figures.summary(),
+            "hits_replayed": self.scheduler.figures.prefix_hits - figures.hits_restored,
         }
 
     def table(self) -> str:
@@ -100,6 +114,7 @@ class Report:
             "mean batch": f"{shown(s['mean_batch'])}   (largest {s['largest_batch']})",
             "steps checked / mismatches": f"{s['steps_checked']} / {s['mismatches']}   ({self.judges})",
             **_prefill_rows(s["prefill"]),
+            **_store_rows(s["store"], self.store_place),
             "metadata µs, median, p99": metadata if times["steps"] else NOT_MEASURED,
             "launches per step": shown(s["launches_per_step"]),
         }
@@ -170,6 +185,18 @@ def _prefill_rows(figures: dict[str, int] | None) -> dict[str, str]:
     return {
         "prompt tokens prefilled": f"{prefilled}   (in {steps} steps; rows deferred: {figures['deferred_rows']})",
         "prefix hits": hits,
+    }
+
+
+def _store_rows(figures: dict[str, int] | None, place: str | None) -> dict[str, str]:
+    """Rows of the table on the external store, if there was one."""
+    if figures is None:
+        return {}
+    puts, gets = figures["puts_failed"], figures["gets_failed"]
+    failed = f"   (failed: puts {puts}, gets {gets})" if puts or gets else ""
+    return {
+        "store": f"{place}   (states stored: {figures['states_stored']})",
+        "hits restored / replayed": f"{figures['hits_restored']} / {figures['hits_replayed']}{failed}",
     }
 
 

@@ -23,6 +23,8 @@ class ReplayRing:
 
     Attributes
     ----------
+    cache : SwaCache
+        Of that one layer.
     layer : torch.Tensor
         uint8 [capacity, ring slots, 1, entry bytes].
     buffer : torch.Tensor
@@ -31,8 +33,8 @@ class ReplayRing:
     """
 
     def __init__(self, service: MetadataService, prefill_rows: int) -> None:
-        layout = StateSlotLayout(service.geometry, stored_layers=1)
-        self.layer = SwaCache(layout, service.capacity, service.device).layer(0)
+        self.cache = one_layer(service)
+        self.layer = self.cache.layer(0)
         self._window = service.geometry.window
         rows = prefill_rows * self._window + service.max_prefill_tokens
         self.buffer = torch.zeros(rows, WIDTH, dtype=torch.bfloat16, device=service.device)
@@ -56,3 +58,8 @@ class ReplayRing:
         _, generation, q_start, _ = metadata.tickets.long()[row].unbind(1)
         rejected = metadata.positions - q_start >= num_kept[row]
         return self._latents.on_device(metadata.token_state_id.long(), generation, metadata.positions, rejected)
+
+
+def one_layer(service: MetadataService) -> SwaCache:
+    """Rings of a service's states in one layer."""
+    return SwaCache(StateSlotLayout(service.geometry, stored_layers=1), service.capacity, service.device)

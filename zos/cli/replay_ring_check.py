@@ -32,12 +32,15 @@ class RingChecker:
     ----------
     entries : int
         Entries compared so far, however read.
+    restored : RestoredPrefixes
+        Told which states hold what others wrote.
     """
 
     def __init__(self, service: MetadataService, ring: ReplayRing) -> None:
         self._geometry = service.geometry
         self._ring = ring
         self._dense = DenseRing(service.capacity, service.geometry.window)
+        self.restored = self._dense.restored
         self.entries = 0
 
     def before_prefill(self, metadata: PrefillMetadata) -> None:

@@ -13,13 +13,15 @@ import torch
 
 from zos.cli.acceptance import AcceptanceModel
 from zos.cli.options import usable
+from zos.cli.prefix_hits import BLOCK_TOKENS
 from zos.cli.replay_check import StepChecker
 from zos.cli.replay_measure import ClockedService, HostClock, Meter, ProfiledSteps
 from zos.cli.replay_prefill import PrefillSteps
 from zos.cli.replay_report import Report
-from zos.cli.replay_ring import ReplayRing
+from zos.cli.replay_ring import ReplayRing, one_layer
 from zos.cli.replay_ring_check import RingChecker
 from zos.cli.replay_schedule import Scheduler
+from zos.cli.replay_store import ReplayStore, open_store
 from zos.cli.traces import Request
 from zos.loop import DecodeLoop
 from zos.metadata import DecodeMetadata, PrefillMetadata
@@ -69,7 +71,7 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     """
     served = [request for request in requests if request.output_tokens > 0]
     # A ring holds what was stored, so there a prompt cannot count as prefilled.
-    asked = arguments.chunk or arguments.max_prefill_tokens or arguments.ring
+    asked = arguments.chunk or arguments.max_prefill_tokens or arguments.ring or arguments.store
     prefilling = bool(asked or any(request.hash_ids for request in requests))
     service = _service(arguments.device, arguments)
     on_cuda = service.device.type == "cuda"
@@ -79,11 +81,16 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     model = TrackedModel(acceptance, service.device, ring)
     loop = DecodeLoop(service, model.decode)
     prefill = PrefillSteps(service, model.prefill, most_rows) if prefilling else None
-    chunk_q = arguments.chunk or service.max_prefill_tokens
-    scheduler = Scheduler(served, service, loop, acceptance, arguments.step_ms, prefill, chunk_q)
+    chunk_q = arguments.chunk or (BLOCK_TOKENS if arguments.store else service.max_prefill_tokens)
+    ring_checker = RingChecker(service, ring) if ring is not None else None
+    store = None
+    if arguments.store:
+        cache = ring.cache if ring is not None else one_layer(service)
+        restored = ring_checker.restored if ring_checker is not None else None
+        store = ReplayStore(open_store(arguments.store, service, cache), restored)
+    scheduler = Scheduler(served, service, loop, acceptance, arguments.step_ms, prefill, chunk_q, store)
     other = "cpu" if on_cuda else "cuda"
     twin = _service(other, arguments) if arguments.check and usable(other) else None
-    ring_checker = RingChecker(service, ring) if ring is not None else None
     checker = StepChecker(service, loop, scheduler, acceptance, twin, prefill, ring_checker)
 
     service.warmup()
@@ -116,11 +123,15 @@ def replay(requests: list[Request], arguments: argparse.Namespace) -> Report:
     allocations = None if allocated is None else _allocations() - allocated
     meter.finish(len(scheduler.batch_sizes))
     checker.finish(int(model.trail))
+    if store is not None:
+        store.close()
     return Report(
         device=f"{torch.cuda.get_device_name()}, CUDA graphs" if on_cuda else "CPU, Numba",
         on_gpu=on_cuda,
         judges=_judges(arguments, twin),
         ring_entries=ring_checker.entries if ring_checker is not None else None,
+        store=store,
+        store_place=arguments.store,
         requests=scheduler.completed,
         skipped=len(requests) - len(served),
         scheduler=scheduler,

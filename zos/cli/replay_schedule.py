@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from zos.cli.acceptance import AcceptanceModel
 from zos.cli.prefix_hits import PrefixHits
 from zos.cli.replay_prediction import Prediction
+from zos.cli.replay_store import ReplayStore
 from zos.cli.traces import Request
 from zos.loop import DecodeLoop
 from zos.service import MetadataService
@@ -65,6 +66,8 @@ class Scheduler:
         Whose batch is set too.
     chunk_q : int
         Tokens of a chunk.
+    store : ReplayStore, optional
+        Where states of prefixes are put and restored from; chunks are then cut at multiples of chunk_q.
 
     Attributes
     ----------
@@ -92,6 +95,7 @@ class Scheduler:
         step_ms: float,
         prefill: PrefillBatch | None = None,
         chunk_q: int = 0,
+        store: ReplayStore | None = None,
     ) -> None:
         self._service = service
         self._loop = loop
@@ -99,6 +103,7 @@ class Scheduler:
         self._step_ms = step_ms
         self._prefill = prefill
         self._chunk_q = chunk_q
+        self._store = store
         self._hits = PrefixHits()
         self._waiting = deque(requests)
         self._free = list(reversed(range(service.capacity)))  # the last one released is taken first: reuse at once
@@ -172,6 +177,8 @@ class Scheduler:
         figures.prefill_steps += 1
         figures.prompt_tokens_prefilled += int(chunks.sum())
         figures.deferred_rows += int((~fits).sum())
+        if self._store is not None:
+            self._store.put(rows[fits], self.prediction.columns)
 
     def _admit(self, request: Request) -> int:
         state_id = self._free.pop()
@@ -182,10 +189,15 @@ class Scheduler:
             self.prediction.admit(state_id, prompt, stop_at)
             return state_id
         hit = self._hits.admit(request)
-        self._service.admit(
-            state_id=state_id, stop_at=stop_at, prompt_end=prompt, chunk_q=self._chunk_q, prefix_hit=hit
-        )
-        start = self.prediction.admit_prompt(state_id, prompt, stop_at, self._chunk_q, hit)
+        columns: dict[str, Any] = {"stop_at": stop_at, "prompt_end": prompt, "chunk_q": self._chunk_q}
+        restored, stores = None, self._store is not None
+        if self._store is not None:
+            generation = int(self.prediction.columns["generation"][state_id]) + 1
+            restored = self._store.admit(state_id, generation, request, hit, columns)
+        start = self.prediction.admit_prompt(state_id, prompt, stop_at, self._chunk_q, hit, restored, aligned=stores)
+        if restored is None:
+            first_chunk = int(self.prediction.columns["seqlen_q"][state_id]) if stores else None
+            self._service.admit(state_id=state_id, seqlen_q=first_chunk, prefix_hit=hit, **columns)
         if start > 0:
             self.figures.prefix_hits += 1
             self.figures.tokens_saved += start
