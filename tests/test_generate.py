@@ -13,10 +13,10 @@ import torch
 
 from tests.test_cli import failure
 from zos.cli.main import main
-from zos.v4.config import V4Config
-from zos.v4.dense import dense_forward
 from zos.metadata import PrefillMetadata
 from zos.service import MetadataService
+from zos.v4.config import V4Config
+from zos.v4.dense import dense_forward
 from zos.v4.generator import Generator
 from zos.v4.model import V4Model
 
