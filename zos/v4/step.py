@@ -152,9 +152,17 @@ class PrefillStep(Step):
 
     metadata: PrefillMetadata
 
-    def __init__(self, config: V4Config, state: V4State, metadata: PrefillMetadata) -> None:
+    def __init__(
+        self,
+        config: V4Config,
+        state: V4State,
+        metadata: PrefillMetadata,
+        restored_end: torch.Tensor | None = None,
+    ) -> None:
+        """`restored_end`: int32 [capacity]; producers' rings have the entries of positions below it, restored: they are kept."""
         super().__init__(config, state, metadata)
         self._windows: WindowMetadata = metadata  # what says where these tokens' windows are
+        self._kept = None if restored_end is None else self.positions < restored_end[metadata.token_state_id.long()]
         self._consumers: PrefillStep = self if metadata.tail is None else TailStep(self, metadata.tail)
 
     @property
@@ -180,8 +188,10 @@ class PrefillStep(Step):
         vectors = kv_swa.to(self.config.ring_dtype)
         history = vectors.new_empty(self.metadata.batch * window, LATENT)
         torch.ops.zos.swa_ring_load(ring, windows.swa_load_plan, history, window)
-        cast_back = torch.empty_like(vectors)
-        torch.ops.zos.swa_ring_store(vectors, windows.swa_write_slot, ring, cast_back)
+        cast_back, write_slot = torch.empty_like(vectors), windows.swa_write_slot
+        if self._kept is not None and layer < self.config.producers:
+            write_slot = write_slot.masked_fill(self._kept, -1)
+        torch.ops.zos.swa_ring_store(vectors, write_slot, ring, cast_back)
         return swa_prefill_attention(q, history, cast_back, windows.kv_swa_full_index_pivots, window, scale, sink)
 
     def attend_compressed(self, layer: int, q: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -206,7 +216,7 @@ class TailStep(PrefillStep):
 
     def __init__(self, whole: PrefillStep, tail: PrefillTail) -> None:
         self.config, self.state, self.metadata = whole.config, whole.state, whole.metadata
-        self.positions, self._windows, self._consumers = tail.positions, tail, self
+        self.positions, self._windows, self._consumers, self._kept = tail.positions, tail, self, None
         self._live, self._place = tail.token_index >= 0, tail.token_index.long().clamp(min=0)
         self._row = whole._row[self._place]
 
