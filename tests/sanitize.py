@@ -1,18 +1,21 @@
-"""What compute-sanitizer watches: `exercise` runs every kernel over its odd shapes, `plant TOOL` one fault that TOOL must find."""
+"""What compute-sanitizer watches.
+
+`exercise` runs every kernel over its odd shapes, `device_loop` the steps of a WHILE node, `plant TOOL` one fault that TOOL must find.
+"""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import numpy as np
+import torch
+
+import zos
+
 
 def exercise() -> None:
     """Edits, prepares of both layouts (every grid, budgets, odd windows) and of prefills, commits, ring stores and loads."""
-    import numpy as np
-    import torch
-
-    import zos
-
     rng = np.random.default_rng(0)
     geometries = (zos.RingGeometry(), zos.RingGeometry(7, 3, 12), zos.RingGeometry(1, 0, 1), zos.RingGeometry(130, 16))
     for geometry in geometries:
@@ -44,7 +47,7 @@ def exercise() -> None:
                 svc.set_seqlen_q(state_id, chunk)
             for full_index in (False, True):
                 svc.set_prefill_batch([0, -1, 1, 2], batch=9)
-                prefill = svc.prepare_prefill(full_index=full_index)
+                prefill = svc.prepare_prefill(full_index=full_index, tail=True)
             slab = torch.zeros(2 * 1500 * geometry.ring * 99, dtype=torch.uint8, device="cuda")
             view = slab.view(2, 1500, geometry.ring, 1, 99)
             for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -55,7 +58,7 @@ def exercise() -> None:
             svc.commit(prefill, prefill.seqlens_q)
             for full_index in (False, True):  # too many rows for one launch, many of them deferred
                 svc.set_prefill_batch(range(600))
-                svc.prepare_prefill(full_index=full_index)
+                svc.prepare_prefill(full_index=full_index, tail=True)
             svc.table.q_start[::7] = -1  # rows in error
             svc.prepare()
             for state_id in range(0, 1500, 3):
@@ -66,41 +69,40 @@ def exercise() -> None:
     torch.cuda.synchronize()
 
 
-def run_loops(device: str) -> None:
-    """Mailbox, ready queue, drained edits and snapshots under both loops; every kept token is accounted for."""
-    import torch
+def run_loop(device: str, loop_type: type[zos.DecodeLoop], **options: int) -> None:
+    """Mailbox, ready queue, drained edits and snapshots under a loop; every kept token is accounted for."""
+    svc = zos.MetadataService(capacity=40, max_batch=8, device=device, token_layout="strided", snapshot_every=16)
+    cache = zos.SwaCache(zos.StateSlotLayout(stored_layers=1), 40, device)
+    pool = zos.SnapshotPool(svc, cache, num_snapshots=3)
+    svc.attach_snapshots(pool)
+    for state_id in range(40):
+        svc.admit(state_id, stop_at=7 + state_id % 50)
+    loop = loop_type(svc, lambda metadata: metadata.seqlens_q, buckets=[8], records=16, **options)
+    loop.set_batch(range(8))
+    svc.set_ready(range(8, 39))
+    records = []
+    for turn in range(40):
+        if turn == 2:
+            svc.reset(39)  # drained at the head of a graph
+        loop.run()
+        records += loop.drain()
+        for snapshot in pool.poll():
+            pool.free(snapshot)
+    svc.check()
+    lengths = svc.table.q_start[:39].tolist()
+    moved = [0] * 39
+    for record in records:
+        for state_id, kept in zip(record.state_ids.tolist(), record.kept.tolist(), strict=True):
+            moved[state_id] += kept if state_id >= 0 else 0
+    if lengths != [7 + state_id % 50 for state_id in range(39)] or moved != lengths:
+        raise SystemExit(f"a loop's records or table are wrong: {moved}, {lengths}")
+    if device == "cuda":
+        torch.cuda.synchronize()
 
-    import zos
 
+def view_block(device: str) -> None:
+    """A draft block's metadata."""
     step = zos.RingGeometry().tokens_per_step
-    for loop_type, options in ((zos.DecodeLoop, {"steps_per_replay": 2}), (zos.DeviceLoop, {})):
-        svc = zos.MetadataService(capacity=40, max_batch=8, device=device, token_layout="strided", snapshot_every=16)
-        cache = zos.SwaCache(zos.StateSlotLayout(stored_layers=1), 40, device)
-        pool = zos.SnapshotPool(svc, cache, num_snapshots=3)
-        svc.attach_snapshots(pool)
-        for state_id in range(40):
-            svc.admit(state_id, stop_at=7 + state_id % 50)
-        loop = loop_type(svc, lambda metadata: metadata.seqlens_q, buckets=[8], records=16, **options)
-        loop.set_batch(range(8))
-        svc.set_ready(range(8, 39))
-        records = []
-        for turn in range(40):
-            if turn == 2:
-                svc.reset(39)  # drained at the head of a graph
-            loop.run()
-            records += loop.drain()
-            for snapshot in pool.poll():
-                pool.free(snapshot)
-        svc.check()
-        lengths = svc.table.q_start[:39].tolist()
-        moved = [0] * 39
-        for record in records:
-            for state_id, kept in zip(record.state_ids.tolist(), record.kept.tolist(), strict=True):
-                moved[state_id] += kept if state_id >= 0 else 0
-        if lengths != [7 + state_id % 50 for state_id in range(39)] or moved != lengths:
-            raise SystemExit(f"a loop's records or table are wrong: {moved}, {lengths}")
-        if device == "cuda":
-            torch.cuda.synchronize()
     svc = zos.MetadataService(capacity=8, max_batch=4, device=device)
     svc.admit(1, q_start=200)
     svc.set_batch([1, -1])
@@ -111,10 +113,6 @@ def run_loops(device: str) -> None:
 
 def attend(device: str) -> None:
     """Decode attention over ragged rows, padding and an unaligned ring; softmax weights of equal keys give the key itself."""
-    import torch
-
-    import zos
-
     for ring, gap in ((134, 0), (144, 7)):
         svc = zos.MetadataService(capacity=5, max_batch=4, geometry=zos.RingGeometry(ring=ring), device=device)
         for state_id, q_start in ((1, 0), (3, 1000), (4, 60)):
@@ -138,7 +136,6 @@ def attend(device: str) -> None:
 def plant(tool: str) -> None:
     """Run the fault that `tool` looks for; it must not pass unnoticed."""
     import cupy
-    import numpy as np
 
     source = (Path(__file__).parent / "planted_faults.cu").read_text()
     kernel = cupy.RawModule(code=source).get_function(f"{tool}_fault")
@@ -153,7 +150,10 @@ def plant(tool: str) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "plant":
         plant(sys.argv[2])
+    elif sys.argv[1] == "device_loop":
+        run_loop("cuda", zos.DeviceLoop)
     else:
         exercise()
-        run_loops("cuda")
+        run_loop("cuda", zos.DecodeLoop, steps_per_replay=2)
+        view_block("cuda")
         attend("cuda")

@@ -228,5 +228,7 @@ def test_a_bad_sequence_that_harms_others_is_found(monkeypatch: pytest.MonkeyPat
 
 def test_what_the_sanitizer_runs() -> None:
     """The loops and attention that compute-sanitizer watches are right: a run that computes nonsense would watch nothing."""
-    sanitize.run_loops("cpu")
+    sanitize.run_loop("cpu", zos.DecodeLoop, steps_per_replay=2)
+    sanitize.run_loop("cpu", zos.DeviceLoop)
+    sanitize.view_block("cpu")
     sanitize.attend("cpu")
