@@ -82,16 +82,16 @@ class Run:
 def stored_run(model: V4Model, ids: torch.Tensor, folder: Path) -> tuple[Run, list[int]]:
     """Run the prompt from its start, storing the snapshot that is taken at the boundary on the way; returns its tokens too."""
     run = Run(model, ids)
-    pool = zos.SnapshotPool(run.svc, run.state.cache, num_snapshots=1)
+    pool = zos.SnapshotPool(run.svc, run.state.cache, num_snapshots=BOUNDARY // EVERY)
     run.svc.attach_snapshots(pool)
     store = zos.LocalStateStore(run.svc, run.state.cache, folder)
     run.svc.admit(0, **run.admission())
-    while run.q_start(0) < BOUNDARY:
+    while run.q_start(0) < BOUNDARY:  # waits for the device, so what it has taken is seen
         run.prefill_step(0)
-        for snapshot in pool.poll():
-            store.put_bytes(KEY, snapshot.boundary, snapshot.head, pool.read(snapshot))
-            pool.free(snapshot)
-    assert run.q_start(0) == BOUNDARY and store.contains(KEY)
+    for snapshot in pool.poll():  # in order: the last one stays
+        store.put_bytes(KEY, snapshot.boundary, snapshot.head, pool.read(snapshot))
+        pool.free(snapshot)
+    assert run.q_start(0) == BOUNDARY and store.contains(KEY) and pool.skipped == 0
     return run, run.finish(0)
 
 

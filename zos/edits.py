@@ -29,6 +29,7 @@ _ROW = struct.Struct(f"{EDIT_WORDS}i")
 _HEADER = struct.Struct(f"{BUFFER_HEADER_WORDS}i")
 _WORD = struct.Struct("i")
 _NOTHING = (0,) * EDIT_WORDS
+_REST_OF_HEADER = (0,) * (BUFFER_HEADER_WORDS - 2)
 
 Batches = dict[int, tuple[np.ndarray, int]]  # batch row -> (ids, version that they replace)
 
@@ -112,6 +113,7 @@ class StagedEdits:
     ) -> None:
         self._device = table.records.device
         self._tokens_per_step = tokens_per_step
+        self._carries_tokens = table.token_ids is not None
         self._edits: list[StagedEdit] = []  # in call order
         self._staged_batches: Batches = {}  # batch row -> (ids, version); the last staged wins
         self._forks = 0  # of the edits
@@ -190,7 +192,8 @@ class StagedEdits:
         self._wait_for_buffer()
         count = self._next_launch() if self._forks else EDITS_PER_BUFFER
         edits, self._edits = self._edits[:count], self._edits[count:]
-        self._forks -= len(edits) if is_forks(edits) else 0
+        if self._forks and is_forks(edits):
+            self._forks -= len(edits)
         batches: Batches = {}
         if not self._edits:
             batches, self._staged_batches = self._staged_batches, {}
@@ -202,7 +205,8 @@ class StagedEdits:
         batch_rows = self._pack_appended(edits) if self._appended else []
         batch_rows += [b""] * len(batches)
         first = BUFFER_HEADER_WORDS + (len(rows) + len(batch_rows)) * EDIT_WORDS  # word of the first payload
-        for number, edit in enumerate(ordered):  # token ids come first: so they stay at multiples of 8 bytes
+        # Token ids come first: so they stay at multiples of 8 bytes.
+        for number, edit in enumerate(ordered) if self._carries_tokens else ():
             if edit.tokens:
                 padded = edit.tokens + [0] * (self._tokens_per_step - len(edit.tokens))
                 rows[number] = edit.row[:TOKENS_AT] + _WORD.pack(first + words) + edit.row[TOKENS_AT + WORD_BYTES :]
@@ -215,7 +219,7 @@ class StagedEdits:
             batch_rows[number] = _ROW.pack(*row, *_NOTHING[len(row) :])
             payloads.append(state_ids.tobytes())
             words += len(state_ids)
-        header = _HEADER.pack(len(rows), len(batch_rows), *_NOTHING[2:])
+        header = _HEADER.pack(len(rows), len(batch_rows), *_REST_OF_HEADER)
         written = b"".join((header, *rows, *batch_rows, *payloads))
         self._buffers[self._packed % NUM_BUFFERS][: len(written)] = written
         self._packed += 1
@@ -266,4 +270,4 @@ class StagedEdits:
 
 def is_forks(edits: list[StagedEdit]) -> bool:
     """Whether edits that one launch applies are forks: all of them are, or none."""
-    return bool(edits) and edits[0].kind == Edit.FORK
+    return bool(edits) and edits[0].source >= 0
