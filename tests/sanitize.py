@@ -1,6 +1,7 @@
 """What compute-sanitizer watches.
 
-`exercise` runs every kernel over its odd shapes, `device_loop` the steps of a WHILE node, `plant TOOL` one fault that TOOL must find.
+`exercise` runs every kernel over its odd shapes, `device_loop` the steps of a WHILE node, `plant TOOL` one fault that TOOL must
+find.
 """
 
 from __future__ import annotations

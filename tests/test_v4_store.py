@@ -88,7 +88,7 @@ def stored_run(model: V4Model, ids: torch.Tensor, folder: Path) -> tuple[Run, li
     run.svc.admit(0, **run.admission())
     while run.q_start(0) < BOUNDARY:  # waits for the device, so what it has taken is seen
         run.prefill_step(0)
-    for snapshot in pool.poll():  # in order: the last one stays
+    for snapshot in sorted(pool.poll(), key=lambda snapshot: snapshot.boundary):  # the last one stays
         store.put_bytes(KEY, snapshot.boundary, snapshot.head, pool.read(snapshot))
         pool.free(snapshot)
     assert run.q_start(0) == BOUNDARY and store.contains(KEY) and pool.skipped == 0
