@@ -100,6 +100,12 @@ def test_bad_input(capsys: pytest.CaptureFixture[str], arguments: list[str], mes
     assert message in failure(capsys, "generate", *arguments)
 
 
+def test_file_that_is_no_text(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Bytes that are no UTF-8 are named, not shown as a traceback."""
+    (tmp_path / "prompts").write_bytes(b"good\n\xff\xfe\n")
+    assert "is no UTF-8 text" in failure(capsys, "generate", "--file", str(tmp_path / "prompts"))
+
+
 def test_example(device: str) -> None:
     """The example's loop, made of the service's calls alone, finishes every prompt with the dense twin's tokens."""
     command = [sys.executable, "examples/generate_loop.py", "--device", device]

@@ -101,7 +101,10 @@ def read_prompts(arguments: argparse.Namespace, vocabulary: int) -> list[list[in
     """Token ids of all prompts; InputError for none, an empty one, or an id that the model has not."""
     texts = list(arguments.prompts)
     if arguments.file is not None:
-        texts += arguments.file.read_text(encoding="utf-8").splitlines()
+        try:
+            texts += arguments.file.read_text(encoding="utf-8").splitlines()
+        except UnicodeDecodeError as error:
+            raise InputError(f"{arguments.file} is no UTF-8 text: {error}") from None
     if not texts:
         raise InputError("no prompts: give some, or a --file of them")
     prompts = [_ids(text) if arguments.ids else list(text.encode()) for text in texts]
