@@ -16,6 +16,7 @@ COMMANDS = (
     "layout",
     "bench",
     "generate",
+    "audit",
 )  # each a module of zos.cli with add_parser(subparsers) and run(arguments)
 BAD_INPUT = 2
 INTERRUPTED = 130
