@@ -1,8 +1,9 @@
 """Test that `zos audit` counts what a profiled loop did, on real exports of an H200, and names what is wrong with any other file.
 
 `data/h200_clean.sqlite`: 20 steps of a DecodeLoop in NVTX ranges `zos.step`, nothing else. `data/h200_waits.sqlite`: the same, and
-before each replay a copy of 64 bytes to the device; in every 4th step a kernel, a copy back and its stream synchronise, in every 5th
-a device synchronise, in every 3rd an event synchronise. Both keep only the tables that hold rows of interest.
+before each replay a copy of 64 bytes to the device; in every 4th step a kernel, a copy back and its stream synchronise, in every
+5th a device synchronise, in every 3rd an event synchronise. Both keep only the
+tables that hold rows of interest.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def test_every_command_has_help(capsys: pytest.CaptureFixture[str], command: str
 
 def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     """A typing error names what there is."""
-    assert "'replay', 'parity', 'layout', 'bench', 'generate'" in failure(capsys, "reply")
+    assert "'replay', 'parity', 'layout', 'bench', 'generate', 'audit', 'profile'" in failure(capsys, "reply")
     assert "required: COMMAND" in failure(capsys)
 
 

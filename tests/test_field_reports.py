@@ -18,6 +18,7 @@ from device_kernels.module import COMPILE_OPTIONS, Kernel
 from host_fallback.decode_metadata import prepare_v4_decode_metadata as prepare_on_host
 from tests.reference import POISON, assert_bitwise_equal, poison, positions_in_ring
 from zos.cli.compare import metadata_arrays
+from zos.cli.nsys_export import read_export
 
 A04_REPEATS, A04_CYCLES = 1000, 200_000  # a tenth of a millisecond: as long as staging takes
 A05_CYCLES = 100_000_000  # about 50 ms
@@ -499,3 +500,12 @@ def test_host_operator_takes_the_same_arguments() -> None:
     from device_kernels.decode_metadata import prepare_v4_decode_metadata as prepare_on_device
 
     assert prepare_on_host.__name__ == prepare_on_device.__name__
+
+
+def test_a28_ranges_stand_around_replays() -> None:
+    """A range inside captured code would be seen once; replays are told by the host's ranges, kernels by their names."""
+    export = read_export(Path(__file__).parent / "data" / "h200_clean.sqlite")
+    replays = 20
+    assert [span.name for span in export.ranges] == ["zos.step"] * replays
+    names = [activity.what for activity in export.work]
+    assert names.count("prepare_v4_decode_metadata") == names.count("commit") == replays

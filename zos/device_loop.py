@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zos import nvtx
 from zos.arguments import whole_number
 from zos.loop import DecodeLoop
 from zos.mapped import shared_zeros
@@ -83,6 +84,7 @@ class DeviceLoop(DecodeLoop):
         """Let the run under way end after the step that it is in, or the one after."""
         self._control[STOP] = 1
 
+    @nvtx.marked("zos.step")
     def run(self, steps: int | None = None) -> None:
         """Let the device run steps of the current batch; staged edits take effect before the first. Returns at once.
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from zos import nvtx
 from zos.arguments import whole_number
 from zos.errors import MailboxFullError
 from zos.mailbox import StepRecord
@@ -184,19 +185,23 @@ class DecodeLoop(RequestScheduler):
             if rest:
                 raise ValueError(f"steps={steps} is no multiple of steps_per_replay={each}")
         for _ in range(replays):
-            if self._requests:
-                self._schedule()
-            batch, tokens = self._checked_batch()
-            self._check_room()
-            if self._rotation_due:
-                self._stage(self._rotated(), batch, tokens)
-            if self._on_cuda:
-                captured = self._captured(batch, tokens)
-                self._service.replay(captured.plain.replay, captured.draining.replay, captured.metadata, each)
-            else:
-                for _ in range(each):
-                    self._runner.run_eagerly()
-            self._rotation_due = self._rotation > 0
+            self._run_replay(each)
+
+    @nvtx.marked("zos.step")
+    def _run_replay(self, steps: int) -> None:
+        if self._requests:
+            self._schedule()
+        batch, tokens = self._checked_batch()
+        self._check_room()
+        if self._rotation_due:
+            self._stage(self._rotated(), batch, tokens)
+        if self._on_cuda:
+            captured = self._captured(batch, tokens)
+            self._service.replay(captured.plain.replay, captured.draining.replay, captured.metadata, steps)
+        else:
+            for _ in range(steps):
+                self._runner.run_eagerly()
+        self._rotation_due = self._rotation > 0
 
     def poll(self) -> list[StepRecord]:
         """Return the records of the steps that have ended since the last call, in order; no CUDA call.

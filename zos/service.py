@@ -11,6 +11,7 @@ import torch
 import zos.ops
 from device_kernels import device_loop
 from host_fallback.commit import APPENDED, TAKEN
+from zos import nvtx
 from zos.arguments import whole_number
 from zos.batches import BatchEdits
 from zos.block_view import BlockView, launch_block_view
@@ -166,7 +167,8 @@ class MetadataService(BatchEdits):
         full_index : bool
             Whether `kv_swa_full_index` is wanted. Its first use allocates T * W int32, so it must come before a capture.
         tail : bool
-            Whether `tail` is wanted: the sub-batch of each prompt's last W tokens. Its first use allocates, too.
+            Whether `tail` is wanted: the sub-batch of each prompt's last W tokens. Its first use allocates, too. Give chunks a
+            prompt_end for it: one without sees in its tail nothing of what came before it.
 
         Returns
         -------
@@ -338,6 +340,7 @@ class MetadataService(BatchEdits):
                 f"metadata of slot {metadata.slot} has {metadata.batch} rows, but the slot was since prepared with {prepared}"
             )
 
+    @nvtx.marked("zos.flush")
     def flush(self) -> None:
         """Apply what is staged now, in one launch on the current stream; nothing staged, nothing launched.
 

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zos import nvtx
 from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
 
@@ -98,6 +99,7 @@ class StepRunner:
             current.synchronize()
         return side
 
+    @nvtx.marked("zos.capture")
     def capture(self, batch: int, tokens: int, steps: int, pool: Any) -> CapturedSteps:
         """Capture `steps` steps of a batch shape, with and without the edits before them, on the current device."""
         service = self._service

@@ -17,6 +17,7 @@ COMMANDS = (
     "bench",
     "generate",
     "audit",
+    "profile",
 )  # each a module of zos.cli with add_parser(subparsers) and run(arguments)
 BAD_INPUT = 2
 INTERRUPTED = 130
