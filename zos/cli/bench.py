@@ -17,6 +17,7 @@ from host_fallback.mailbox import record_words
 from zos.cache import SwaCache
 from zos.checks import BATCH_STATE_WORDS
 from zos.cli import InputError
+from zos.cli.bench_alternatives import bench_alternatives, bench_end_to_end
 from zos.cli.bench_attention import bench_attention
 from zos.cli.bench_loop import bench_gpu, bench_host, bench_stall
 from zos.cli.options import check_output, usable
@@ -228,6 +229,19 @@ def bench_loop(size: int, replays: int) -> Iterator[Row]:
             yield row(*figure)
 
 
+def bench_against_others(size: int, replays: int) -> Iterator[Row]:
+    """Prepare beside torch ops, compiled ones and Triton kernels (bench_alternatives.py)."""
+    svc, metadata = ragged_service(size, "cuda", "strided")
+    for figure in bench_alternatives(size, min(replays, 20), svc, metadata, graph_medians):
+        yield row(*figure)
+
+
+def bench_whole_step(size: int, replays: int) -> Iterator[Row]:
+    """A loop with a step of fixed length, by who makes its metadata (bench_alternatives.py)."""
+    for figure in bench_end_to_end(size, replays):
+        yield row(*figure)
+
+
 def bench_decode_attention(size: int, replays: int) -> Iterator[Row]:
     """Decode attention beside torch and a device copy (bench_attention.py)."""
     for figure in bench_attention(size, min(replays, 20), graph_medians):
@@ -271,6 +285,7 @@ def run(arguments: argparse.Namespace) -> int:
         benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (64, 256))]
         benches += [("prefill", bench_prefill, (16,)), ("ring", bench_ring, (8192,))]
         benches += [("attention", bench_decode_attention, (256,))]
+        benches += [("alternatives", bench_against_others, (64, 256)), ("end to end", bench_whole_step, (64,))]
     chosen = [bench for bench in benches if arguments.filter in bench[0]]
     if not chosen:
         raise InputError(f"--filter {arguments.filter!r} matches none of {', '.join(name for name, *_ in benches)}")
