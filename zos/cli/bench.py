@@ -20,6 +20,7 @@ from zos.cli import InputError
 from zos.cli.bench_alternatives import bench_alternatives, bench_end_to_end
 from zos.cli.bench_attention import bench_attention
 from zos.cli.bench_loop import bench_gpu, bench_host, bench_stall
+from zos.cli.bench_plot import draw
 from zos.cli.options import check_output, usable
 from zos.layout import StateSlotLayout
 from zos.metadata import DecodeMetadata
@@ -273,6 +274,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Time the operators beside their floors; without a GPU the Numba path alone, at 256 rows.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the medians there, by rows")
     parser.add_argument("--filter", default="", metavar="TEXT", help="only benches whose name contains TEXT")
     parser.add_argument("--quick", action="store_true", help="two sizes and few repeats")
 
@@ -290,6 +292,7 @@ def run(arguments: argparse.Namespace) -> int:
     if not chosen:
         raise InputError(f"--filter {arguments.filter!r} matches none of {', '.join(name for name, *_ in benches)}")
     check_output(arguments.json)
+    check_output(arguments.plot)
     rows: list[Row] = []
     for _, bench, of_sizes in chosen:
         for size in of_sizes:
@@ -305,4 +308,6 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.json.write_text(
             json.dumps({"hardware": hardware, "rows": [asdict(r) for r in rows]}, indent=1) + "\n"
         )
+    if arguments.plot:
+        draw(rows, arguments.plot, hardware)
     return 0
