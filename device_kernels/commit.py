@@ -21,9 +21,6 @@ def bind_commit(
     records: torch.Tensor,
     token_ids: torch.Tensor | None,
     tickets: torch.Tensor,
-    num_kept: torch.Tensor,
-    finished: torch.Tensor | None,
-    next_tokens: torch.Tensor | None,
     counters: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
@@ -32,38 +29,26 @@ def bind_commit(
     ready: torch.Tensor | None = None,
     results: torch.Tensor | None = None,
     results_state: torch.Tensor | None = None,
-    kept_tokens: torch.Tensor | None = None,
     prefill: bool = False,
     marks: torch.Tensor | None = None,
     snapshot_every: int = 0,
     window: int = 0,
     ring: int = 0,
-) -> Callable[[], None]:
-    """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them."""
+) -> Callable[..., None]:
+    """Take the addresses of checked arguments (see `zos.ops`) once.
+
+    Calling the result with (num_kept, finished, next_tokens, kept_tokens), checked as well, launches the kernel.
+    """
     num_rows = tickets.shape[0]
     threads = THREADS
     if results is not None or ready is not None:  # whoever ends last goes over all rows: best the only block
         threads = min(MOST_THREADS, max(1, -(-num_rows // WARP)) * WARP)
     elif num_rows == 0:
-        return lambda: None
-    return _COMMIT.bind(
-        records.device,
-        (max(1, -(-num_rows // threads)), 1),
-        (threads, 1),
-        records.data_ptr(),
-        pointer(token_ids),
-        tickets.data_ptr(),
-        num_kept.data_ptr(),
-        pointer(finished),
-        pointer(next_tokens),
-        counters.data_ptr(),
-        pointer(batch),
-        pointer(batch_state),
-        pointer(ready),
-        pointer(results),
-        pointer(results_state),
-        pointer(kept_tokens),
-        pointer(marks),
+        return lambda *_: None
+    device, blocks = records.device, max(1, -(-num_rows // threads))
+    table = (records.data_ptr(), pointer(token_ids), tickets.data_ptr())
+    memory = tuple(pointer(tensor) for tensor in (batch, batch_state, ready, results, results_state))
+    sizes = (
         0 if results is None else results.shape[1],
         records.shape[0],
         num_rows,
@@ -78,7 +63,25 @@ def bind_commit(
         ring,
     )
 
+    def commit_result(
+        num_kept: torch.Tensor,
+        finished: torch.Tensor | None,
+        next_tokens: torch.Tensor | None,
+        kept_tokens: torch.Tensor | None,
+    ) -> None:
+        result = (num_kept.data_ptr(), pointer(finished), pointer(next_tokens), counters.data_ptr())
+        values = (*table, *result, *memory, pointer(kept_tokens), pointer(marks), *sizes)
+        _COMMIT.bind(device, (blocks, 1), (threads, 1), *values)()
 
-def commit(**operands: Any) -> None:
-    """Launch the kernel once, on the arguments of `bind_commit`."""
-    bind_commit(**operands)()
+    return commit_result
+
+
+def commit(
+    num_kept: torch.Tensor,
+    finished: torch.Tensor | None,
+    next_tokens: torch.Tensor | None,
+    kept_tokens: torch.Tensor | None = None,
+    **operands: Any,
+) -> None:
+    """Launch the kernel once, on the arguments of `bind_commit` and what it returns."""
+    bind_commit(**operands)(num_kept, finished, next_tokens, kept_tokens)

@@ -204,9 +204,6 @@ def bind_commit(
     records: torch.Tensor,
     token_ids: torch.Tensor | None,
     tickets: torch.Tensor,
-    num_kept: torch.Tensor,
-    finished: torch.Tensor | None,
-    next_tokens: torch.Tensor | None,
     counters: torch.Tensor,
     tokens_per_step: int,
     max_prefill_tokens: int,
@@ -215,39 +212,53 @@ def bind_commit(
     ready: torch.Tensor | None = None,
     results: torch.Tensor | None = None,
     results_state: torch.Tensor | None = None,
-    kept_tokens: torch.Tensor | None = None,
     prefill: bool = False,
     marks: torch.Tensor | None = None,
     snapshot_every: int = 0,
     window: int = 0,
     ring: int = 0,
-) -> Callable[[], None]:
-    """Take NumPy views of checked CPU arguments (see `zos.ops`) once; calling the result moves the sequences on."""
-    arguments = (
-        records.numpy(),
-        _NO_TOKENS if token_ids is None else token_ids.numpy(),
-        tickets.numpy(),
-        num_kept.numpy(),
-        _NOTHING_FINISHED if finished is None else finished.numpy(),
-        _NO_TOKENS if next_tokens is None else next_tokens.numpy(),
-        counters.numpy(),
-        tokens_per_step,
-        max_prefill_tokens,
+) -> Callable[..., None]:
+    """Take NumPy views of checked CPU arguments (see `zos.ops`) once.
+
+    Calling the result with (num_kept, finished, next_tokens, kept_tokens), checked as well, moves the sequences on.
+    """
+    table = (records.numpy(), _NO_TOKENS if token_ids is None else token_ids.numpy(), tickets.numpy())
+    sizes = (counters.numpy(), tokens_per_step, max_prefill_tokens)
+    memory = (
         _NO_BATCH if batch is None else batch.numpy(),
         _NO_STATE if batch_state is None else batch_state.numpy(),
         _NO_READY if ready is None else ready.numpy(),
         _NO_RESULTS if results is None else results.numpy(),
         _NO_STATE if results_state is None else results_state.numpy(),
-        _NO_TOKENS if kept_tokens is None else kept_tokens.numpy(),
-        bool(prefill),
-        _NO_MARKS if marks is None else marks.numpy(),
-        snapshot_every,
-        window,
-        ring,
     )
-    return lambda: _commit(*arguments)
+    rest = (bool(prefill), _NO_MARKS if marks is None else marks.numpy(), snapshot_every, window, ring)
+
+    def commit_result(
+        num_kept: torch.Tensor,
+        finished: torch.Tensor | None,
+        next_tokens: torch.Tensor | None,
+        kept_tokens: torch.Tensor | None,
+    ) -> None:
+        _commit(
+            *table,
+            num_kept.numpy(),
+            _NOTHING_FINISHED if finished is None else finished.numpy(),
+            _NO_TOKENS if next_tokens is None else next_tokens.numpy(),
+            *sizes,
+            *memory,
+            _NO_TOKENS if kept_tokens is None else kept_tokens.numpy(),
+            *rest,
+        )
+
+    return commit_result
 
 
-def commit(**operands: Any) -> None:
-    """Commit once, on the arguments of `bind_commit`."""
-    bind_commit(**operands)()
+def commit(
+    num_kept: torch.Tensor,
+    finished: torch.Tensor | None,
+    next_tokens: torch.Tensor | None,
+    kept_tokens: torch.Tensor | None = None,
+    **operands: Any,
+) -> None:
+    """Commit once, on the arguments of `bind_commit` and what it returns."""
+    bind_commit(**operands)(num_kept, finished, next_tokens, kept_tokens)

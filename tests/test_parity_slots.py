@@ -56,7 +56,10 @@ def test_rounds_reach_every_rule_of_records(monkeypatch: pytest.MonkeyPatch, see
 
     monkeypatch.setattr(OracleSlot, "commit", committing)
     monkeypatch.setattr(OracleSlot, "set_batch", setting)
-    run_rounds(seed)
+    for more in range(4):  # the rarest of them comes in one round of ten
+        run_rounds(seed + more)
+        if all(met.values()):
+            break
     assert all(met.values()), met
 
 

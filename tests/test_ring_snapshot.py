@@ -196,7 +196,7 @@ def check_window(pool: zos.SnapshotPool, snapshot: zos.Snapshot) -> None:
 
 
 @pytest.mark.parametrize("every", [7, 32])
-@pytest.mark.parametrize("slots", [1, 64])
+@pytest.mark.parametrize("slots", [1, 256])  # more than all boundaries together
 def test_a_loop_runs_on(device: str, every: int, slots: int, seed: int) -> None:
     """Chunks, then captured decode steps with rejections, while the host reads late: whole windows, every boundary counted."""
     rng = np.random.default_rng([seed, every, slots])
@@ -247,7 +247,7 @@ def test_a_loop_runs_on(device: str, every: int, slots: int, seed: int) -> None:
     names = [snapshot[:3] for snapshot in taken]
     assert len(set(names)) == len(names) and set(names) <= set(crossed)
     assert len(names) + pool.skipped == len(crossed)
-    assert pool.skipped == 0 if slots == 64 else pool.skipped > 0
+    assert (pool.skipped == 0) if slots > 1 else (pool.skipped > 0)
     assert [snapshot.number for snapshot in taken] == list(range(1, len(taken) + 1))
 
 

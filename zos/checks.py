@@ -264,16 +264,10 @@ def check_commit(
     whole_number("max_prefill_tokens", max_prefill_tokens, 1)
     device, rows = records.device, tickets.numel() // 4
     _expect("tickets", tickets, INT32, (rows, 4), device)
-    _expect("num_kept", num_kept, INT32, (rows,), device)
-    if finished is not None:
-        _expect("finished", finished, BOOL, (rows,), device)
-    if next_tokens is not None:
-        _expect("next_tokens", next_tokens, INT64, (rows, tokens_per_step), device)
-        if token_ids is None:
-            raise ValueError("next_tokens given, but the table carries no tokens (carry_tokens=False)")
     _expect("counters", counters, INT64, (4,), device)
-    if kept_tokens is not None:
-        _expect("kept_tokens", kept_tokens, INT64, (rows, tokens_per_step), device)
+    check_step_result(
+        device, rows, tokens_per_step, token_ids is not None, results, num_kept, finished, next_tokens, kept_tokens
+    )
     whole_number("snapshot_every", snapshot_every, 0)
     if marks is not None:
         _expect("marks", marks, INT32, (rows,), device)
@@ -295,11 +289,35 @@ def check_commit(
         if results_state is None:
             raise ValueError("results given without results_state")
         _expect_results(results, results_state)
+        if results.device != device:
+            raise ValueError(f"Invalid device of results: expected {device}, got {results.device}")
+
+
+def check_step_result(
+    device: torch.device,
+    rows: int,
+    tokens_per_step: int,
+    carries_tokens: bool,
+    results: torch.Tensor | None,
+    num_kept: torch.Tensor,
+    finished: torch.Tensor | None,
+    next_tokens: torch.Tensor | None,
+    kept_tokens: torch.Tensor | None,
+) -> None:
+    """Raise ValueError unless what a step found out fits its rows: the arguments of commit that differ from step to step."""
+    _expect("num_kept", num_kept, INT32, (rows,), device)
+    if finished is not None:
+        _expect("finished", finished, BOOL, (rows,), device)
+    if next_tokens is not None:
+        _expect("next_tokens", next_tokens, INT64, (rows, tokens_per_step), device)
+        if not carries_tokens:
+            raise ValueError("next_tokens given, but the table carries no tokens (carry_tokens=False)")
+    if kept_tokens is not None:
+        _expect("kept_tokens", kept_tokens, INT64, (rows, tokens_per_step), device)
+    if results is not None and results.dim() == 2:
         least = record_words(rows, 0 if kept_tokens is None else tokens_per_step)
-        if results.device != device or results.shape[1] < least:
-            raise ValueError(
-                f"Invalid shape of results: expected [M, {least} or more] on {device}, got {list(results.shape)}"
-            )
+        if results.shape[1] < least:
+            raise ValueError(f"Invalid shape of results: expected [M, {least} or more], got {list(results.shape)}")
 
 
 def _expect_results(results: torch.Tensor, results_state: torch.Tensor) -> None:

@@ -141,6 +141,40 @@ def bind_publish_results(**operands: Any) -> Callable[[], None]:
     return _bind("mailbox", "publish_results", operands)
 
 
+def bind_commit(**fixed: Any) -> Callable[..., None]:
+    """Bind commit to what stays the same from step to step; the result takes (num_kept, finished, next_tokens, kept_tokens).
+
+    With the first step's result all arguments are checked, later those four.
+    """
+    records, rows = fixed["records"], fixed["tickets"].shape[0]
+    package = device_kernels if records.device.type == "cuda" else host_fallback
+    launch: Callable[..., None] = package.commit.bind_commit(**fixed)
+    varying = (records.device, rows, fixed["tokens_per_step"], fixed["token_ids"] is not None, fixed["results"])
+    checked = False
+
+    def commit_result(
+        num_kept: torch.Tensor,
+        finished: torch.Tensor | None,
+        next_tokens: torch.Tensor | None,
+        kept_tokens: torch.Tensor | None,
+    ) -> None:
+        nonlocal checked
+        if checked:
+            checks.check_step_result(*varying, num_kept, finished, next_tokens, kept_tokens)
+        else:
+            result: dict[str, Any] = {
+                "num_kept": num_kept,
+                "finished": finished,
+                "next_tokens": next_tokens,
+                "kept_tokens": kept_tokens,
+            }
+            checks.check_commit(**fixed, **result)
+            checked = True
+        launch(num_kept, finished, next_tokens, kept_tokens)
+
+    return commit_result
+
+
 _IMPLEMENTATIONS: dict[tuple[str, str], Callable[..., None]] = {}  # (operator, type of device)
 
 

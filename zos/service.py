@@ -20,7 +20,7 @@ from zos.devices import resolve_device
 from zos.edits import LIFE_EDITS, StagedEdits, is_forks
 from zos.errors import DeviceStateError, EditsDuringCaptureError, MetadataReplacedError
 from zos.geometry import CompressionRing, RingGeometry
-from zos.mailbox import StepRecord, parsed
+from zos.mailbox import Mailbox, StepRecord, parsed
 from zos.mapped import shared_zeros
 from zos.metadata import DecodeMetadata, PrefillMetadata, StepMetadata
 from zos.snapshots import SnapshotPool
@@ -103,6 +103,8 @@ class MetadataService(BatchEdits):
         self.device = resolve_device(device)
         self.steps_launched = 0  # prepared here, or reported through `launched`
         self._replays = 0  # graphs replayed
+        # (address of the tickets, rows, whether the queue refills) -> the mailbox that commit was bound to, and the bound operator
+        self._commits: dict[tuple[int, int, bool], tuple[Mailbox | None, Callable[..., None]]] = {}
         self._snapshots: SnapshotPool | None = None
 
         table = SequenceTable(self.capacity, step, carry_tokens, self.device)
@@ -232,33 +234,14 @@ class MetadataService(BatchEdits):
         mailbox = None if slot is None else slot.mailbox
         prefill = isinstance(metadata, PrefillMetadata)
         refills = slot is not None and slot.has_queue and not prefill
-        leaves_more = refills or mailbox is not None
-        batch_row = metadata.slot + self.metadata_slots * prefill
         if kept_tokens is not None and slot is not None and (mailbox is None or not mailbox.kept_tokens):
             raise ValueError(f"kept_tokens given, but the mailbox of slot {metadata.slot} has no room for them")
         self._order.join()
-        zos.ops.call(
-            "commit",
-            self.table.records,
-            self.table.token_ids,
-            metadata.tickets,
+        self._commit_of(metadata, mailbox, refills)(
             _as_tensor("num_kept", num_kept),
             None if finished is None else _as_tensor("finished", finished),
             None if next_tokens is None else _as_tensor("next_tokens", next_tokens),
-            self.operator_counters,
-            self.geometry.tokens_per_step,
-            self.max_prefill_tokens,
-            self._batches[batch_row] if leaves_more else None,
-            self._edits.batch_states[metadata.slot] if leaves_more else None,
-            self._edits.ready[metadata.slot] if refills else None,
-            None if mailbox is None else mailbox.results,
-            None if mailbox is None else mailbox.results_state,
             None if kept_tokens is None else _as_tensor("kept_tokens", kept_tokens),
-            prefill,
-            metadata.marks,
-            self.snapshot_every,
-            self.geometry.window,
-            self.geometry.ring,
         )
         if self._snapshots is not None:
             self._snapshots.snapshot(metadata)
@@ -268,6 +251,36 @@ class MetadataService(BatchEdits):
             if mailbox is not None:
                 mailbox.publish()
         self._order.mark()
+
+    def _commit_of(self, metadata: StepMetadata, mailbox: Mailbox | None, refills: bool) -> Callable[..., None]:
+        """The operator bound to a slot's tickets and to what the step leaves: once for each batch size, mailbox and queue."""
+        prefill, slot = isinstance(metadata, PrefillMetadata), metadata.slot
+        key = (metadata.tickets.data_ptr(), metadata.batch, refills)
+        bound_for, bound = self._commits.get(key, (None, None)) if slot >= 0 else (None, None)
+        if bound is not None and bound_for is mailbox:
+            return bound
+        leaves_more = refills or mailbox is not None
+        bound = zos.ops.bind_commit(
+            records=self.table.records,
+            token_ids=self.table.token_ids,
+            tickets=metadata.tickets,
+            counters=self.operator_counters,
+            tokens_per_step=self.geometry.tokens_per_step,
+            max_prefill_tokens=self.max_prefill_tokens,
+            batch=self._batches[slot + self.metadata_slots * prefill] if leaves_more else None,
+            batch_state=self._edits.batch_states[slot] if leaves_more else None,
+            ready=self._edits.ready[slot] if refills else None,
+            results=None if mailbox is None else mailbox.results,
+            results_state=None if mailbox is None else mailbox.results_state,
+            prefill=prefill,
+            marks=metadata.marks,
+            snapshot_every=self.snapshot_every,
+            window=self.geometry.window,
+            ring=self.geometry.ring,
+        )
+        if slot >= 0:
+            self._commits[key] = mailbox, bound
+        return bound
 
     def attach_snapshots(self, pool: SnapshotPool) -> None:
         """Let every commit from now on, in any slot, copy the states that it marks into a free slot of `pool`.
