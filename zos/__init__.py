@@ -26,6 +26,7 @@ from zos.errors import (
     StoreUnavailableError,
 )
 from zos.geometry import CompressionRing, RingGeometry
+from zos.include import get_include
 from zos.layout import CompressionState, StateSlotLayout
 from zos.loop import DecodeLoop
 from zos.mailbox import Mailbox, StepRecord
@@ -85,5 +86,6 @@ __all__ = [
     "StoreError",
     "StoreUnavailableError",
     "SwaCache",
+    "get_include",
     "plan_bounded_replay",
 ]
