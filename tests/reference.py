@@ -12,12 +12,12 @@ import torch
 
 import zos
 from host_fallback.table_edits import FORK, _apply_edit, _fork
-from zos.checks import BATCH_STATE_WORDS, EDIT_WORDS
 from zos.cli.compare import POISON, block_view_tensors, first_mismatch, poison
 from zos.cli.oracle import Oracle
 from zos.cli.oracle_prefill import PrefillOracle
 from zos.cli.oracle_views import expected_block_view
 from zos.metadata import StepMetadata
+from zos.step_checks import BATCH_STATE_WORDS, EDIT_WORDS
 
 __all__ = [
     "DECODE_KEYS",

@@ -8,8 +8,8 @@ import pytest
 import zos
 from tests.reference import assert_bitwise_equal
 from tests.twins import APPENDED, Twins
-from zos.checks import BUFFER_HEADER_WORDS, EDIT_WORDS
 from zos.edits import EDITS_PER_BUFFER, NUM_BUFFERS
+from zos.step_checks import BUFFER_HEADER_WORDS, EDIT_WORDS
 
 
 def service(device: str) -> zos.MetadataService:

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 
 import zos.ops
-from zos.checks import BATCH_STATE_WORDS, BUFFER_HEADER_WORDS, EDIT_WORDS
 from zos.mapped import shared_zeros
+from zos.step_checks import BATCH_STATE_WORDS, BUFFER_HEADER_WORDS, EDIT_WORDS
 from zos.table import SequenceTable
 
 EDITS_PER_BUFFER = 256

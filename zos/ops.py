@@ -85,7 +85,7 @@ import host_fallback.ring_load
 import host_fallback.ring_snapshot
 import host_fallback.ring_store
 import host_fallback.table_edits
-from zos import checks
+from zos import checks, ring_checks, step_checks
 
 KERNELS = (
     *device_kernels.decode_metadata.KERNELS,
@@ -104,12 +104,12 @@ KERNELS = (
 _LIBRARY = torch.library.Library("zos", "DEF")
 
 
-def _bind(stem: str, name: str, operands: dict[str, Any]) -> Callable[[], None]:
+def _bind(check: Callable[..., None], stem: str, name: str, operands: dict[str, Any]) -> Callable[[], None]:
     """Check arguments once and bind an operator to them; the result launches it.
 
     For arguments whose addresses stay, as a metadata slot's do: a launch then costs neither checks nor packing.
     """
-    getattr(checks, f"check_{name}")(**operands)
+    check(**operands)
     anywhere = operands["records" if "records" in operands else "results"]
     package = device_kernels if anywhere.device.type == "cuda" else host_fallback
     launch: Callable[[], None] = getattr(getattr(package, stem), f"bind_{name}")(**operands)
@@ -118,27 +118,27 @@ def _bind(stem: str, name: str, operands: dict[str, Any]) -> Callable[[], None]:
 
 def bind_prepare_v4_decode_metadata(**operands: Any) -> Callable[[], None]:
     """Check the arguments of prepare_v4_decode_metadata once and bind the operator to them."""
-    return _bind("decode_metadata", "prepare_v4_decode_metadata", operands)
+    return _bind(checks.check_prepare_v4_decode_metadata, "decode_metadata", "prepare_v4_decode_metadata", operands)
 
 
 def bind_prepare_v4_prefill_metadata(**operands: Any) -> Callable[[], None]:
     """Check the arguments of prepare_v4_prefill_metadata once and bind the operator to them."""
-    return _bind("prefill_metadata", "prepare_v4_prefill_metadata", operands)
+    return _bind(checks.check_prepare_v4_prefill_metadata, "prefill_metadata", "prepare_v4_prefill_metadata", operands)
 
 
 def bind_prefill_tail(**operands: Any) -> Callable[[], None]:
     """Check the arguments of prefill_tail once and bind the operator to them."""
-    return _bind("prefill_tail", "prefill_tail", operands)
+    return _bind(checks.check_prefill_tail, "prefill_tail", "prefill_tail", operands)
 
 
 def bind_apply_table_edits(**operands: Any) -> Callable[[], None]:
     """Check the arguments of apply_table_edits once and bind the operator to them."""
-    return _bind("table_edits", "apply_table_edits", operands)
+    return _bind(step_checks.check_apply_table_edits, "table_edits", "apply_table_edits", operands)
 
 
 def bind_publish_results(**operands: Any) -> Callable[[], None]:
     """Check the arguments of publish_results once and bind the operator to them."""
-    return _bind("mailbox", "publish_results", operands)
+    return _bind(step_checks.check_publish_results, "mailbox", "publish_results", operands)
 
 
 def bind_commit(**fixed: Any) -> Callable[..., None]:
@@ -160,7 +160,7 @@ def bind_commit(**fixed: Any) -> Callable[..., None]:
     ) -> None:
         nonlocal checked
         if checked:
-            checks.check_step_result(*varying, num_kept, finished, next_tokens, kept_tokens)
+            step_checks.check_step_result(*varying, num_kept, finished, next_tokens, kept_tokens)
         else:
             result: dict[str, Any] = {
                 "num_kept": num_kept,
@@ -168,7 +168,7 @@ def bind_commit(**fixed: Any) -> Callable[..., None]:
                 "next_tokens": next_tokens,
                 "kept_tokens": kept_tokens,
             }
-            checks.check_commit(**fixed, **result)
+            step_checks.check_commit(**fixed, **result)
             checked = True
         launch(num_kept, finished, next_tokens, kept_tokens)
 
@@ -253,7 +253,7 @@ _define(
     "Tensor(e!)? batch_state=None, Tensor? ready=None, Tensor(f!)? results=None, Tensor(g!)? results_state=None, "
     "Tensor? kept_tokens=None, bool prefill=False, Tensor(g!)? marks=None, int snapshot_every=0, int window=0, "
     "int ring=0) -> ()",
-    checks.check_commit,
+    step_checks.check_commit,
     host_fallback.commit.commit,
     device_kernels.commit.commit,
 )
@@ -261,39 +261,39 @@ _define(
     "apply_table_edits(Tensor(a!) records, Tensor(b!)? token_ids, Tensor(c!) batches, Tensor edits, "
     "Tensor(d!) batch_states, Tensor(e!)? ready, Tensor(f!) applied, Tensor(g!) applied_on_host, int tokens_per_step, "
     "int max_prefill_tokens, int snapshot_every=0) -> ()",
-    checks.check_apply_table_edits,
+    step_checks.check_apply_table_edits,
     host_fallback.table_edits.apply_table_edits,
     device_kernels.table_edits.apply_table_edits,
 )
 _define(
     "publish_results(Tensor results, Tensor(a!) results_state, Tensor(b!) mailbox) -> ()",
-    checks.check_publish_results,
+    step_checks.check_publish_results,
     host_fallback.mailbox.publish_results,
     device_kernels.mailbox.publish_results,
 )
 _define(
     "swa_ring_store(Tensor values, Tensor write_slot, Tensor(a!) swa_cache, Tensor(b!)? cast_back=None) -> ()",
-    checks.check_swa_ring_store,
+    ring_checks.check_swa_ring_store,
     host_fallback.ring_store.swa_ring_store,
     device_kernels.ring_store.swa_ring_store,
 )
 _define(
     "swa_ring_snapshot(Tensor records, Tensor tickets, Tensor(a!) marks, Tensor states, Tensor(b!) snapshots, "
     "Tensor(c!) slots, Tensor(d!) taken, Tensor(e!) plan, Tensor(f!) progress, Tensor(g!) skipped, int overshoot) -> ()",
-    checks.check_swa_ring_snapshot,
+    ring_checks.check_swa_ring_snapshot,
     host_fallback.ring_snapshot.swa_ring_snapshot,
     device_kernels.ring_snapshot.swa_ring_snapshot,
 )
 _define(
     "swa_ring_load(Tensor swa_cache, Tensor load_plan, Tensor(a!) out, int window) -> ()",
-    checks.check_swa_ring_load,
+    ring_checks.check_swa_ring_load,
     host_fallback.ring_load.swa_ring_load,
     device_kernels.ring_load.swa_ring_load,
 )
 _define(
     "swa_decode_attention(Tensor q, Tensor swa_cache, Tensor kv_swa_index, Tensor swa_len, Tensor? sink, Tensor(a!) out, "
     "Tensor(b!) lse, float softmax_scale, int tokens_per_step) -> ()",
-    checks.check_swa_decode_attention,
+    ring_checks.check_swa_decode_attention,
     host_fallback.decode_attention.swa_decode_attention,
     device_kernels.decode_attention.swa_decode_attention,
 )

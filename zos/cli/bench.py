@@ -15,7 +15,6 @@ import torch
 
 from host_fallback.mailbox import record_words
 from zos.cache import SwaCache
-from zos.checks import BATCH_STATE_WORDS
 from zos.cli import InputError
 from zos.cli.bench_alternatives import bench_alternatives, bench_end_to_end
 from zos.cli.bench_attention import bench_attention
@@ -25,6 +24,7 @@ from zos.cli.options import check_output, usable
 from zos.layout import StateSlotLayout
 from zos.metadata import DecodeMetadata
 from zos.service import MetadataService
+from zos.step_checks import BATCH_STATE_WORDS
 from zos.table import COLUMNS, RECORD_WORDS, Phase
 
 SIZES = (1, 64, 256, 512, 1024, 4096)
