@@ -47,3 +47,11 @@ def test_structure_names_every_module() -> None:
     for folder in ("zos", "zos/cli", "zos/v4"):
         for path in (ROOT / folder).glob("[a-z]*.py"):
             assert f"`{path.name}`" in text, path
+
+
+def test_guarantees_name_tests() -> None:
+    """A promise whose test is gone would stand for nothing."""
+    named = re.findall(r"`(\w+\.py)::(\w+)`", (ROOT / "docs" / "guarantees.md").read_text())
+    assert len(named) > 40
+    for file, test in named:
+        assert f"def {test}(" in (ROOT / "tests" / file).read_text(), f"{file}::{test}"
