@@ -64,6 +64,11 @@ def block_view_tensors(view: BlockView) -> dict[str, torch.Tensor]:
     return {name: getattr(view, name) for name in OUTPUTS}
 
 
+def block_view_arrays(view: BlockView) -> dict[str, np.ndarray]:
+    """Return them as NumPy arrays; from a CPU they are views."""
+    return {name: tensor.cpu().numpy() for name, tensor in block_view_tensors(view).items()}
+
+
 def metadata_arrays(metadata: StepMetadata) -> dict[str, np.ndarray]:
     """Return them as NumPy arrays; from a CPU they are views, which the next prepare overwrites."""
     return {name: tensor.cpu().numpy() for name, tensor in metadata_tensors(metadata).items()}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from zos.cli.cases import Result, forge_tickets, random_edits, random_result, random_table, tamper
-from zos.cli.compare import POISON, block_view_tensors, first_mismatch, metadata_arrays, poison
+from zos.cli.compare import POISON, block_view_arrays, block_view_tensors, first_mismatch, metadata_arrays, poison
 from zos.cli.oracle_prefill import PrefillOracle
 from zos.cli.oracle_views import expected_block_view
 from zos.cli.parity_batches import Batch, DecodeBatch, PrefillBatch
@@ -187,10 +187,7 @@ class Round:
             actual = metadata_arrays(metadata)
             expected = expected or actual
             self._compare(action, path, actual, expected)
-            for name, array in metadata_arrays(whole).items():
-                written = len(actual.get(name, ()))  # nothing of an output that was not asked for
-                if not name.endswith("num_tokens") and (array[written:] != POISON).any():
-                    raise Mismatch(f"{action}: {path} wrote {name} beyond its {written} elements")
+            self._refuse_writes_beyond(action, path, actual, metadata_arrays(whole))
         assert expected is not None
         self.tickets[which] = expected["tickets"].copy()
         self._compare_tables(action)
@@ -258,13 +255,15 @@ class Round:
             expected = expected_block_view(self.rig.oracle, tickets, num_kept.tolist() if given else None)
         for path, metadata in self.prepared[which].items():
             svc = self.rig.services[path]
-            assert metadata.block_view is not None
-            for tensor in block_view_tensors(metadata.block_view).values():
+            whole = self.batches[which].storage(svc, which[1]).block_view
+            assert whole is not None
+            for tensor in block_view_tensors(whole).values():
                 tensor.fill_(POISON)
             view = svc.view_block(metadata, torch.from_numpy(num_kept).to(svc.device) if given else None)
-            actual = {name: tensor.cpu().numpy() for name, tensor in block_view_tensors(view).items()}
+            actual, stored = block_view_arrays(view), block_view_arrays(whole)
             expected = expected or actual
             self._compare("view_block", path, actual, expected)
+            self._refuse_writes_beyond("view_block", path, actual, stored)
 
     def _compare_tables(self, action: str) -> None:
         expected = self._oracle_table() if self.judged else None
@@ -289,6 +288,15 @@ class Round:
         counted = [oracle.counters[name] - count for name, count in self.oracle_counted.items()]
         slots = self.slots.batches() if self.rig.setup.records else {}
         return {**table, "counters": np.array(counted, np.int64), **slots}
+
+    def _refuse_writes_beyond(
+        self, action: str, path: str, asked: dict[str, np.ndarray], stored: dict[str, np.ndarray]
+    ) -> None:
+        """Raise where a path wrote behind what a batch's outputs hold, or into one that was not asked for."""
+        for name, array in stored.items():
+            written = len(asked.get(name, ()))
+            if (array[written:] != POISON).any():
+                raise Mismatch(f"{action}: {path} wrote {name} beyond its {written} elements")
 
     def _compare(self, action: str, path: str, actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
         if actual.keys() != expected.keys():
