@@ -26,6 +26,7 @@ from tests.steady_state import read
 ROOT = Path(__file__).parent.parent
 NSIGHT = Path("/opt/nvidia")
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+TEST_PROCESSES = 8
 LONGEST_PART_S = 240  # a part that takes longer is given up, so that the others' results stand
 PARITY_CASES = int(os.environ.get("ZOS_GPU_PARITY_CASES", "1000000"))
 FULL_GENERATION = "-k=generates_what_dense"
@@ -61,9 +62,9 @@ def run(name: str, command: list[str], **environment: str) -> tuple[int, str]:
     return found.returncode, found.stdout
 
 
-def tests(scratch: Path, name: str = "tests", *chosen: str, **environment: str) -> dict[str, Any]:
-    """Every test that touches a GPU, or some."""
-    report = scratch / f"{name}.xml"
+def tests(scratch: Path, name: str, chosen: list[str], **environment: str) -> dict[str, Any]:
+    """Run the tests that touch a GPU of some files, or of all that options choose."""
+    report = scratch / f"{name.replace(' ', '_')}.xml"
     options = ["-q", "-m", "gpu", "--tb=short", f"--junitxml={report}", *chosen]
     code, _ = run(name, [sys.executable, "-m", "pytest", *options], **environment)
     if not report.exists():
@@ -72,6 +73,16 @@ def tests(scratch: Path, name: str = "tests", *chosen: str, **environment: str) 
     total, failed, skipped = (int(suite.get(key, 0)) for key in ("tests", "failures", "skipped"))
     failed += int(suite.get("errors", 0))
     return {"passed": total - failed - skipped, "failed": failed, "skipped": skipped, "exit_code": code}
+
+
+def all_tests(scratch: Path) -> dict[str, Any]:
+    """Every test that touches a GPU, the files dealt out to several processes; the sums, and the worst exit code."""
+    files = sorted((ROOT / "tests").glob("test_*.py"), key=lambda path: path.stat().st_size, reverse=True)
+    hands = [[str(path) for path in files[first::TEST_PROCESSES]] for first in range(TEST_PROCESSES)]
+    with ThreadPoolExecutor(TEST_PROCESSES) as pool:
+        found = list(pool.map(lambda hand: tests(scratch, f"tests {hand[0]}", hand[1]), enumerate(hands)))
+    sums = {key: sum(part[key] for part in found) for key in ("passed", "failed", "skipped")}
+    return {**sums, "exit_code": max(part["exit_code"] for part in found)}
 
 
 def sanitizer(tool: str) -> dict[str, Any]:
@@ -164,10 +175,10 @@ def main() -> int:
             evidence[f"steady_state_by_{trace}_{each}_steps_per_replay"] = steady_state(scratch, trace, each)
         replay, trace = ("replay", "--device", "cuda"), FULL_TRACE or SAMPLE_TRACE
         parts = {
-            "tests": pool.submit(tests, scratch),
+            "tests": pool.submit(all_tests, scratch),
             # 64 prompts of 1 to 2,000 tokens, 512 generated each, against the dense twin
             "generation_full_size": pool.submit(
-                tests, scratch, "generation", FULL_GENERATION, "tests/test_v4_generation.py", ZOS_V4_FULL="1"
+                tests, scratch, "generation", [FULL_GENERATION, "tests/test_v4_generation.py"], ZOS_V4_FULL="1"
             ),
             "parity": pool.submit(parity),
             "replay_checked": pool.submit(
