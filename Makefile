@@ -15,7 +15,7 @@ EXTRAS := test,dev,bench
 CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: venv replay test lint gpu
+.PHONY: venv replay test lint gpu cubins
 
 venv: $(VENV)/.ready
 
@@ -38,3 +38,7 @@ lint: venv
 # On the GPU machine as it is: its own python3, nothing installed.
 gpu:
 	$(PYTHON) -m tests.gpu
+
+# Kernels compiled ahead, for a wheel that needs no compiler: make cubins, then build the wheel.
+cubins: venv
+	$(BIN)/python -m device_kernels.cubins

@@ -69,7 +69,7 @@ class Kernel:
                     f"{self.name} is not loaded on cuda:{device_index} and cannot be while a CUDA graph is captured: "
                     "call MetadataService.warmup() before the capture"
                 )
-            function = _module(self.stem).get_function(self.name)
+            function = _module(self.stem, torch.cuda.get_device_capability(device_index)).get_function(self.name)
             if self.shared_bytes:
                 function.max_dynamic_shared_size_bytes = self.shared_bytes
         self._functions[device_index] = function
@@ -104,9 +104,15 @@ class Kernel:
 
 
 @cache
-def _module(stem: str) -> Any:
+def _module(stem: str, capability: tuple[int, int]) -> Any:
+    """CuPy's module of a stem: compiled ahead where there is such a file, else by NVRTC."""
     import cupy
 
+    from device_kernels.cubins import find_cubin  # it asks this module for sources
+
+    ahead = find_cubin(stem, capability)
+    if ahead is not None:
+        return cupy.RawModule(path=str(ahead))
     return cupy.RawModule(code=kernel_source(stem), options=COMPILE_OPTIONS)
 
 
