@@ -15,7 +15,7 @@ EXTRAS := test,dev,bench
 CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: venv replay test lint gpu cubins
+.PHONY: venv replay test lint gpu cubins fuzz
 
 venv: $(VENV)/.ready
 
@@ -42,3 +42,8 @@ gpu:
 # Kernels compiled ahead, for a wheel that needs no compiler: make cubins, then build the wheel.
 cubins: venv
 	$(BIN)/python -m device_kernels.cubins
+
+# Calls in any order against the oracle, fresh examples each time; EXAMPLES of them, some 25 a second.
+EXAMPLES ?= 2000
+fuzz: venv
+	ZOS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/test_state_machine.py
