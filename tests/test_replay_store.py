@@ -29,6 +29,7 @@ REQUESTS = [
     ),  # nothing is stored at 2560, so bounded replay from 2560 - 128; stores 2560
     (2 * LATER, 300, 5, [11]),  # a hit within a block: bounded replay from 300 - 128
     (3 * LATER, 700, 30, [1, 20]),  # from 512
+    (3 * LATER, 600, 5),  # of no known prefix: nothing to store
 ]
 FIGURES = {
     "states_stored": 5,
