@@ -31,8 +31,9 @@ from zos.mailbox import Mailbox, StepRecord
 from zos.metadata import DecodeMetadata, PrefillMetadata
 from zos.requests import Request, RequestState
 from zos.service import MetadataService
+from zos.state_store import StateStore
 from zos.steps import StepResult
-from zos.store import LocalStateStore, StateStore
+from zos.store import LocalStateStore, MooncakeStateStore
 from zos.table import ErrorCode, Phase, SequenceTable
 
 __version__ = "0.1.0"
@@ -57,6 +58,7 @@ __all__ = [
     "MetadataReplacedError",
     "MetadataService",
     "MissingStateError",
+    "MooncakeStateStore",
     "NoFreeStateError",
     "OtherKeyError",
     "OtherLayoutError",
