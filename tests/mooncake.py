@@ -15,7 +15,6 @@ from typing import IO
 import pytest
 
 import zos
-from zos.mooncake_store import MooncakeStateStore
 
 REQUIRED = "ZOS_REQUIRE_MOONCAKE"  # set where its libraries are installed, so that nothing is skipped unseen
 SEGMENT_BYTES = 256 * 2**20
@@ -107,7 +106,7 @@ def open_mooncake(
 ) -> zos.StateStore:
     """Open a store of a cluster's place, with the shortest memory for failures."""
     _, host, port, metadata_port = place.split(":")
-    return MooncakeStateStore(
+    return zos.MooncakeStateStore(
         svc, cache, host, allocator, port=int(port), metadata_port=int(metadata_port), retry_after_s=0.0
     )
 

@@ -10,8 +10,7 @@ import torch
 
 import zos
 from tests.mooncake import open_mooncake
-from zos.mooncake_store import MooncakeStateStore
-from zos.store import _name
+from zos.state_store import stored_name
 from zos.store_format import key_bytes
 
 Open = Callable[..., zos.StateStore]  # (service, cache, allocator=None) -> a store of the same place each time
@@ -48,14 +47,14 @@ def open_place(place: str) -> Open:
 
 def discard(store: zos.StateStore) -> None:
     """Close a store without a farewell to Mooncake, which takes a second."""
-    if isinstance(store, MooncakeStateStore):
+    if isinstance(store, zos.MooncakeStateStore):
         store._give_up()
     store.close()
 
 
 def found(store: zos.StateStore, key: str | bytes) -> bytes:
     """What the back end holds under a key, header included."""
-    size = store._read(_name(key_bytes(key)))
+    size = store._read(stored_name(key_bytes(key)))
     assert size is not None
     return bytes(store._blob[:size])
 
@@ -63,4 +62,4 @@ def found(store: zos.StateStore, key: str | bytes) -> bytes:
 def plant(store: zos.StateStore, key: str | bytes, blob: bytes) -> None:
     """Let the back end hold these bytes under a key."""
     store._blob[: len(blob)] = blob
-    store._write(_name(key_bytes(key)), len(blob))
+    store._write(stored_name(key_bytes(key)), len(blob))

@@ -19,7 +19,7 @@ import zos
 from tests.mooncake import MooncakeCluster, free_ports, require_mooncake
 from tests.reference import as_array, assert_bitwise_equal
 from tests.stores import service_and_cache
-from zos.mooncake_store import MooncakeStateStore
+from zos import MooncakeStateStore
 
 ROOT = Path(__file__).parent.parent
 LONGEST_S = 10.0

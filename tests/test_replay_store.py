@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import zos.store
+import zos.state_store
 from tests.mooncake import MooncakeCluster
 from tests.replays import AZURE, MOONCAKE, mooncake_trace, replay_figures
 from zos.cli.dense_ring import RestoredPrefixes
@@ -29,6 +29,7 @@ REQUESTS = [
     ),  # nothing is stored at 2560, so bounded replay from 2560 - 128; stores 2560
     (2 * LATER, 300, 5, [11]),  # a hit within a block: bounded replay from 300 - 128
     (3 * LATER, 700, 30, [1, 20]),  # from 512
+    (3 * LATER, 600, 5),  # of no known prefix: nothing to store
 ]
 FIGURES = {
     "states_stored": 5,
@@ -91,10 +92,10 @@ def test_wrong_bytes_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A restore that leaves the ring as it is, or brings another position's entries, is a mismatch: bytes come from the store."""
-    original = zos.store.remapped
+    original = zos.state_store.remapped
     for broken in (lambda payload, *_: np.zeros(len(payload), np.uint8), lambda *a: np.roll(original(*a), 528)):
         with monkeypatch.context() as patch:
-            patch.setattr(zos.store, "remapped", broken)
+            patch.setattr(zos.state_store, "remapped", broken)
             found = replayed(tmp_path, f"local:{tmp_path / 'states'}", "--ring", code=1)
         assert found["mismatches"] > 0 and "dense model" in capsys.readouterr().err
 

@@ -35,8 +35,9 @@ from zos.prefill_tail import PrefillTail
 from zos.requests import Request, RequestState
 from zos.service import MetadataService
 from zos.snapshots import Snapshot, SnapshotPool
+from zos.state_store import StateStore
 from zos.steps import StepResult
-from zos.store import LocalStateStore, StateStore
+from zos.store import LocalStateStore, MooncakeStateStore
 from zos.table import ErrorCode, Phase, SequenceTable
 
 __version__ = "0.1.0"
@@ -62,6 +63,7 @@ __all__ = [
     "MetadataReplacedError",
     "MetadataService",
     "MissingStateError",
+    "MooncakeStateStore",
     "NoFreeStateError",
     "OtherKeyError",
     "OtherLayoutError",

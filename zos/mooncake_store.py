@@ -21,7 +21,7 @@ from zos.cache import SwaCache
 from zos.errors import StoreUnavailableError
 from zos.mooncake_worker import BEING_WRITTEN, FAREWELL_S, NOT_FOUND
 from zos.service import MetadataService
-from zos.store import StateStore
+from zos.state_store import StateStore
 from zos.store_format import largest_bytes
 
 MASTER_PORT, METADATA_PORT = 50051, 8080  # Mooncake's defaults

@@ -16,9 +16,9 @@ from zos.cli.dense_ring import RestoredPrefixes
 from zos.cli.prefix_hits import BLOCK_TOKENS
 from zos.cli.traces import Request
 from zos.errors import MissingStateError, StoreError
-from zos.mooncake_store import MASTER_PORT, METADATA_PORT, MooncakeStateStore
+from zos.mooncake_store import MASTER_PORT, METADATA_PORT
 from zos.service import MetadataService
-from zos.store import LocalStateStore, StateStore
+from zos.store import LocalStateStore, MooncakeStateStore, StateStore
 
 SEGMENT_BYTES = 512 * 2**20  # lent to a Mooncake Store, which may have no other memory
 LARGEST_PORT = 65_535
