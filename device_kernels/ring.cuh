@@ -209,9 +209,9 @@ ZOS_HD int tail_begin(int q_start, int seqlen_q, int prompt_end, int window, int
 
 // Positions below it are missing for the layers that only ever run on tails.
 ZOS_HD int tail_valid_start(int valid_start, int q_start, int seqlen_q, int prompt_end, int window, int tokens_per_step) {
-    if (q_start >= prompt_end && seqlen_q > tokens_per_step)
-        return tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step);
-    return larger(valid_start, larger(prompt_end, 0) - window);
+    const int begin = tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step);
+    const int behind_skipped = begin > q_start ? begin : larger(prompt_end, 0) - window;  // now, or before
+    return larger(valid_start, behind_skipped);
 }
 
 // ---- how a sequence moves on (docs/design.md, "commit") ------------------------------------------------------------------------------

@@ -124,9 +124,9 @@ def tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step):
 @njit(cache=True, error_model="numpy")
 def tail_valid_start(valid_start, q_start, seqlen_q, prompt_end, window, tokens_per_step):
     """Positions below it are missing for the layers that only ever run on tails."""
-    if q_start >= prompt_end and seqlen_q > tokens_per_step:
-        return tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step)
-    return max(valid_start, max(prompt_end, 0) - window)
+    begin = tail_begin(q_start, seqlen_q, prompt_end, window, tokens_per_step)
+    behind_skipped = begin if begin > q_start else max(prompt_end, 0) - window  # now, or before
+    return max(valid_start, behind_skipped)
 
 
 @njit(cache=True, error_model="numpy")

@@ -219,16 +219,66 @@ def decode_step(
 
 
 def test_chunk_without_a_prompt(device: str) -> None:
-    """Its last W tokens, which see nothing below their beginning."""
+    """Its last W tokens, which see nothing below their beginning; of a shorter one all, which see what was there before."""
     svc = service(device)
     svc.admit(state_id=3, q_start=1000, seqlen_q=200)
     svc.admit(state_id=4, q_start=1000, seqlen_q=50)
     svc.set_prefill_batch([3, -1, 4])
     _, tail = prepared(svc)
-    assert tail.cu_seqlens_q.tolist() == [0, 128, 128, 178] and tail.swa_valid_start.tolist() == [1072, 0, 1000]
+    assert tail.cu_seqlens_q.tolist() == [0, 128, 128, 178] and tail.swa_valid_start.tolist() == [1072, 0, 0]
     assert tail.token_index[[0, 127, 128, 177]].tolist() == [72, 199, 200, 249]
-    assert tail.swa_len[[0, 127, 128, 177, 178]].tolist() == [1, 128, 1, 50, 0]
-    assert tail.swa_load_plan[:, 0].tolist() == [[-1, 0, row * 128, 128] for row in range(3)]
+    assert tail.swa_len[[0, 127, 128, 177, 178]].tolist() == [1, 128, 128, 128, 0]
+    assert tail.swa_load_plan[:2, 0].tolist() == [[-1, 0, 0, 128], [-1, 0, 128, 128]]
+    assert tail.swa_load_plan[2].tolist() == [[4, 68, 256, 66], [4, 0, 322, 62], [-1, 0, 0, 0]]  # 872 … 999
+
+
+@pytest.mark.parametrize(("window", "drafts", "ring"), [(128, 5, 134), (9, 3, 12), (3, 5, 9), (1, 0, 1)])
+def test_chunks_behind_a_prompt(device: str, window: int, drafts: int, ring: int, seed: int) -> None:
+    """Tokens fed behind a prompt, in chunks without prompt_end among decode steps, see all of their window that was ever run.
+
+    A tool's output of Q + 1 tokens would lose the context that one of Q tokens has, or a decode step read what a chunk skipped.
+    """
+    rng = np.random.default_rng(seed)
+    states = 5
+    svc = service(device, states, 12 * (window + drafts + 1), geometry=zos.RingGeometry(window, drafts, ring))
+    step = svc.geometry.tokens_per_step
+    for state_id in range(states):
+        svc.admit(state_id, prompt_end=int(rng.integers(1, 2 * window + 2)))
+    svc.set_prefill_batch(range(states))
+    svc.set_batch(range(states), batch=states)
+    consumer, not_run = ConsumerRing(svc), np.zeros(states, np.int64)  # position behind the last that was skipped
+    fed = 0
+
+    def check(row: np.ndarray, position: np.ndarray, seen: list[list[int]], real: np.ndarray) -> None:
+        for place in np.flatnonzero(real):
+            first = max(position[place] - window + 1, not_run[row[place]])
+            assert seen[place] == list(range(first, position[place] + 1)), (place, position[place])
+
+    for number in range(40):
+        prefill = number % 2 == 0
+        if prefill:
+            metadata, tail = prepared(svc)
+            row, position, cu = (as_array(t) for t in (tail.token_row, tail.positions, tail.cu_seqlens_q))
+            begin = as_array(metadata.seqlens_k) - np.diff(cu)
+            skips = begin > as_array(metadata.seqlens_k) - as_array(metadata.seqlens_q)
+            not_run = np.where(skips, begin, not_run)
+            kept = as_array(metadata.seqlens_q).astype(np.int64)
+            check(row, position, consumer.prefill(tail, np.diff(cu)), row >= 0)
+            fed += int((kept > step).sum()) if number > 0 else 0  # the first step has the prompts
+        else:
+            metadata = svc.prepare()
+            row, position, cu = (as_array(t) for t in (metadata.token_row, metadata.positions, metadata.cu_seqlens_q))
+            kept = random_kept(svc, metadata, rng)
+            seen = consumer.decode(metadata, kept)
+            check(row, position, seen, (row >= 0) & (np.arange(len(row)) - cu[row] < kept[row]))
+        svc.commit(metadata, torch.from_numpy(kept.astype(np.int32)).to(device))
+        lengths = rng.choice(
+            [1, step, step + 1, window - 1, window, window + 1, 2 * window, 2 * (window + step)], states
+        )
+        most = step if prefill else svc.max_prefill_tokens
+        svc.table.seqlen_q.copy_(torch.from_numpy(np.clip(lengths, 1, most).astype(np.int32)).to(device))
+    svc.check()
+    assert fed > 0
 
 
 def test_only_where_asked_for(device: str) -> None:

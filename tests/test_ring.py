@@ -35,8 +35,8 @@ FORMULAS: dict[str, Callable[..., int]] = {
     "tail_begin": lambda start, q, end, window, step: (
         start if start >= end and q <= step else max(start, (end if start < end else start + q) - window)
     ),
-    "tail_valid_start": lambda valid, start, q, end, window, step: (
-        max(start, start + q - window) if start >= end and q > step else max(valid, end - window)
+    "tail_valid_start": lambda valid, start, q, end, window, step: max(
+        valid, start + q - window if start >= end and q > max(window, step) else end - window
     ),
     "row_places": lambda phase, q, limit: q if phase == LIVE and 1 <= q <= limit else 0,
     "row_error": lambda phase, q, start, prompt_end, valid, limit: expected_error(

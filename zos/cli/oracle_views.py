@@ -117,7 +117,6 @@ def _tail_of_row(oracle: Oracle, state_id: int, q_start: int, q: int) -> tuple[r
     if q_start < prompt_end:
         first = max(q_start, since_prompt)
         return range(first, max(first, positions.stop)), max(record["swa_valid_start"], since_prompt)
-    if q <= oracle.tokens_per_step:
-        return positions, max(record["swa_valid_start"], since_prompt)
-    tail = positions[-oracle.window :]
-    return tail, tail.start
+    tail = positions if q <= oracle.tokens_per_step else positions[-oracle.window :]
+    skips = tail.start > q_start  # and so leaves a gap behind which nothing is read
+    return tail, tail.start if skips else max(record["swa_valid_start"], since_prompt)
