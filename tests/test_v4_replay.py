@@ -91,3 +91,20 @@ def test_bounded_replay_with_tail(device: str, seed: int) -> None:
         expected = truncated(model, ids, hit, consumer_start=start)
         assert logits[:start].isnan().all()
         torch.testing.assert_close(logits[start:], expected[start - begin :], **SAME_IN_FLOAT64)
+
+
+@pytest.mark.parametrize("producers", [2, 4])
+@pytest.mark.parametrize("sink", [True, False])
+def test_tail_of_any_model(device: str, producers: int, sink: bool, seed: int) -> None:
+    """A model whose layers are all producers takes the tail's tokens for its logits, too; without sinks a query of the dense twin
+    that sees nothing gives zeros, not NaN for all that come after it.
+    """
+    rng = np.random.default_rng(seed)
+    model, window = tiny_model(device, seed, SMALL, producers=producers, attention_sink=sink), SMALL.window
+    ends = [window - 3, 40 + int(rng.integers(1, 20))]
+    sequences = [torch.from_numpy(rng.integers(0, 256, end + 5)).to(device) for end in ends]
+    for ids, end, logits in zip(sequences, ends, forced_logits(model, sequences, ends, rng, 9, tail=True), strict=True):
+        start = max(0, end - window)
+        assert logits[:start].isnan().all()
+        expected = dense_forward(model, ids, Visibility(consumer_start=start)).logits
+        torch.testing.assert_close(logits[start:], expected[start:], **SAME_IN_FLOAT64)

@@ -165,8 +165,7 @@ class MetadataService(StepLaunches):
         full_index : bool
             Whether `kv_swa_full_index` is wanted. Its first use allocates T * W int32, so it must come before a capture.
         tail : bool
-            Whether `tail` is wanted: the sub-batch of each prompt's last W tokens. Its first use allocates, too. Give chunks a
-            prompt_end for it: one without sees in its tail nothing of what came before it.
+            Whether `tail` is wanted: the sub-batch of each prompt's last W tokens. Its first use allocates, too.
 
         Returns
         -------

@@ -133,7 +133,10 @@ def _attention(
         scores = scores.masked_fill(~mask[:, None], -torch.inf)
         if layer.sink is not None:
             scores = torch.cat([scores, layer.sink.to(sums)[None, :, None].expand(len(scores), -1, 1)], 2)
-        parts.append(torch.softmax(scores, 2)[:, :, : len(keys)] @ keys)
+        weights = torch.softmax(scores, 2)[:, :, : len(keys)].masked_fill(
+            ~mask[:, None], 0
+        )  # NaN of a query that sees nothing
+        parts.append(weights @ keys)
     out = _rotated(torch.cat(parts).to(x.dtype), positions[:, None], theta, config.rope_dims, -1, sums)
     return out.flatten(1) @ layer.o_proj.weight.T
 

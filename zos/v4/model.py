@@ -47,10 +47,12 @@ class V4Model(nn.Module):
     def forward(self, input_ids: torch.Tensor, step: Step) -> torch.Tensor:
         """Final hidden states [n, dim] of those tokens that the step's consumers take, of int64 [T]. May be captured."""
         x = self.embedding(input_ids).to(self.config.state_dtype)  # the residual stream is not rounded between layers
-        for number, layer in enumerate(self.layers):
-            if number == self.config.producers:
-                step = step.consumers
-                x = step.selected(x)
+        producers = self.config.producers
+        for layer in self.layers[:producers]:
+            x = layer(x, step)
+        step = step.consumers
+        x = step.selected(x)
+        for layer in self.layers[producers:]:
             x = layer(x, step)
         normed: torch.Tensor = self.norm(x)
         return normed
