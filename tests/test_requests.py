@@ -13,8 +13,8 @@ import torch
 import zos
 from host_fallback.commit import APPENDED, TAKEN
 from tests.reference import as_array, assert_bitwise_equal
-from zos.mailbox import Mailbox
-from zos.requests import Request, RequestState
+from zos.mailbox import IS_DUPLICATE, IS_ERROR, IS_FINISHED, IS_REFILLED, IS_STALE, Mailbox
+from zos.requests import NEVER, NO_RESULT, Request, RequestState, StateLengths
 from zos.table import Phase
 
 WAITING, RUNNING, PREEMPTED, FINISHED, FAILED, CANCELLED = RequestState
@@ -56,6 +56,55 @@ def withhold_records(loop: zos.DecodeLoop) -> Callable[[], None]:
     publish = mailbox.publish
     mailbox.publish = lambda: None
     return publish
+
+
+# ---- what a record tells -------------------------------------------------------------------------------------------------------
+
+
+def test_rows_of_a_record_all_at_once(seed: int) -> None:
+    """Read row by row in Python the same: padding, stale rows, another's steps and rows without tokens say nothing of a length."""
+    rng = np.random.default_rng(seed)
+    loop = loop_of("cpu", capacity=4, rows=4)
+    loop.submit(q_start=0)
+    loop.run()
+    (form,) = loop.drain()
+    lengths, nothing_yet = StateLengths(40), np.full(41, -1)
+    for _ in range(300):
+        lengths.q_start[:] = nothing_yet
+        lengths.after_step[:40] = rng.choice([4, 5, 6, NEVER], 40)
+        flags = rng.choice([0, 0, IS_FINISHED, IS_ERROR, IS_STALE, IS_DUPLICATE, IS_REFILLED], 30)
+        flags |= rng.choice([0, 0, IS_FINISHED, IS_REFILLED], 30)
+        record = form._replace(
+            step=6,
+            state_ids=np.where(rng.random(30) < 0.2, -1, rng.permutation(40)[:30]).astype(np.int32),
+            q_start=rng.choice([0, 7, 90], 30).astype(np.int32),
+            flags=flags.astype(np.int32),
+        )
+        expected, ended = nothing_yet.copy(), []
+        rows = zip(record.state_ids.tolist(), record.q_start.tolist(), record.flags.tolist(), strict=True)
+        for row, (state_id, q_start, flag) in enumerate(rows):
+            if state_id == -1 or lengths.after_step[state_id] >= 6 or flag & NO_RESULT:
+                continue
+            if flag & (IS_FINISHED | IS_ERROR):
+                ended.append(row)
+            elif q_start:
+                expected[state_id] = q_start
+        assert lengths.learn(record).tolist() == ended
+        assert_bitwise_equal(lengths.q_start, expected, "q_start")
+
+
+def test_a_record_of_a_state_that_was_given_back() -> None:
+    """The steps in flight still name a cancelled request's state: they must neither fail nor change what is known of it."""
+    loop = loop_of("cpu", capacity=2, rows=2)
+    gone, stays = loop.submit(q_start=5), loop.submit(q_start=50, stop_at=62)
+    speak = withhold_records(loop)
+    loop.run()
+    loop.cancel(gone)
+    loop.run()
+    speak()
+    loop.poll()
+    assert (gone.state, gone.q_start) == (CANCELLED, 5)
+    assert (stays.state, stays.q_start) == (FINISHED, 62)
 
 
 # ---- order and slots -----------------------------------------------------------------------------------------------------------

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
+
+import numpy as np
 
 from zos.allocator import StateSlotAllocator
 from zos.errors import MailboxOverrunError
@@ -14,6 +16,8 @@ from zos.mailbox import IS_DEFERRED, IS_DUPLICATE, IS_ERROR, IS_FINISHED, IS_STA
 from zos.service import MetadataService
 
 NO_RESULT = IS_STALE | IS_DUPLICATE | IS_DEFERRED  # rows that say nothing of where their sequence is
+ENDS = IS_FINISHED | IS_ERROR
+NEVER = np.iinfo(np.int64).max
 
 
 class RequestState(Enum):
@@ -27,6 +31,25 @@ class RequestState(Enum):
     CANCELLED = "cancelled"
 
 
+class StateLengths:
+    """What a scheduler knows of each state that a request has, so that a record's rows are read all at once."""
+
+    def __init__(self, capacity: int) -> None:
+        # One place more, which -1, the state of a row without one, names: no request ever has it.
+        self.q_start = np.zeros(capacity + 1, np.int64)  # length, as of the last record read
+        # Steps launched before the request got the state; NEVER: no request has it
+        self.after_step = np.full(capacity + 1, NEVER)
+
+    def learn(self, record: StepRecord) -> np.ndarray:
+        """Take in how far sequences are; returns the rows whose sequence may have ended."""
+        states, flags = record.state_ids, record.flags
+        tells = (self.after_step[states] < record.step) & ((flags & NO_RESULT) == 0)
+        ends = tells & ((flags & ENDS) != 0)
+        moved = tells & ~ends & (record.q_start != 0)  # 0: the row had no tokens
+        self.q_start[states[moved]] = record.q_start[moved]
+        return np.flatnonzero(ends)
+
+
 @dataclass(eq=False)
 class Request:
     """One sequence that a loop was asked to run; what `DecodeLoop.submit` returns."""
@@ -35,8 +58,27 @@ class Request:
     columns: dict[str, Any]  # arguments of MetadataService.admit
     state: RequestState = RequestState.WAITING
     state_id: int | None = None  # its state slot, while it has one
-    q_start: int = 0  # length, as of the last record read
-    after_step: int = 0  # steps launched before it got its slot
+    _lengths: StateLengths | None = field(default=None, repr=False)  # where its length stands while it has a slot
+    _last_q_start: int = 0  # its length when it gave the slot back
+
+    @property
+    def q_start(self) -> int:
+        """Length, as of the last record read."""
+        if self._lengths is None or self.state_id is None:
+            return self._last_q_start
+        return int(self._lengths.q_start[self.state_id])
+
+    def take_state(self, state_id: int, lengths: StateLengths, q_start: int, after_step: int) -> None:
+        """Have a state of this length from now on; records of steps up to `after_step` tell of another's."""
+        self.state_id, self._lengths = state_id, lengths
+        lengths.q_start[state_id], lengths.after_step[state_id] = q_start, after_step
+
+    def leave_state(self) -> None:
+        """Have no state any more; its length stays what it was."""
+        if self._lengths is not None and self.state_id is not None:
+            self._last_q_start = self.q_start
+            self._lengths.after_step[self.state_id] = NEVER
+        self.state_id = None
 
 
 class RequestScheduler:
@@ -62,6 +104,7 @@ class RequestScheduler:
         self._max_rows = max_rows
         self._requests: dict[int, Request] = {}  # by number; those not over
         self._by_state: dict[int, Request] = {}  # by state id
+        self._lengths = StateLengths(service.capacity)
         self._waiting: deque[Request] = deque()
         self._allocator: StateSlotAllocator | None = None
         self._submitted = 0
@@ -161,9 +204,9 @@ class RequestScheduler:
                 self._allocator.give_back(state_id)
                 raise
             self._waiting.popleft()
-            request.state, request.state_id = RequestState.RUNNING, state_id
-            request.q_start = int(self._service.bounds([state_id])[0][0])
-            request.after_step = self._service.slot_steps_launched(self._slot)
+            request.state = RequestState.RUNNING
+            q_start = int(self._service.bounds([state_id])[0][0])
+            request.take_state(state_id, self._lengths, q_start, self._service.slot_steps_launched(self._slot))
             self._by_state[state_id] = request
         rows, queued = self._service.known_batch(self._slot)
         running = {
@@ -189,19 +232,14 @@ class RequestScheduler:
         if not self._has_reader:
             self._drop_oldest()
         for record in records if self._by_state else ():
-            rows = zip(record.state_ids.tolist(), record.q_start.tolist(), record.flags.tolist(), strict=True)
-            for state_id, q_start, flags in rows:
-                request = self._by_state.get(state_id)
-                if request is None or flags & NO_RESULT or record.step <= request.after_step:
-                    continue
-                if flags & IS_FINISHED:
-                    request.q_start = q_start
+            for row in self._lengths.learn(record).tolist():
+                state_id = int(record.state_ids[row])
+                request = self._by_state[state_id]
+                if record.flags[row] & IS_FINISHED:
+                    self._lengths.q_start[state_id] = record.q_start[row]
                     self._over(request, RequestState.FINISHED)
-                elif flags & IS_ERROR:
-                    if not self._service.lives_on(state_id, record.step, self._slot):
-                        self._over(request, RequestState.FAILED)
-                elif q_start:  # 0: the row had no tokens
-                    request.q_start = q_start
+                elif not self._service.lives_on(state_id, record.step, self._slot):
+                    self._over(request, RequestState.FAILED)
         if self._allocator is not None and records:
             self._allocator.seen(records[-1].step)
 
@@ -232,7 +270,7 @@ class RequestScheduler:
             # Steps launched so far may still have the state in their batch.
             self._allocator.retire(request.state_id, self._service.slot_steps_launched(self._slot))
             del self._by_state[request.state_id]
-            request.state_id = None
+            request.leave_state()
 
     def _stage_rows(self, state_ids: list[int]) -> None:
         """Set the batch of the next steps."""
