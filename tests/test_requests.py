@@ -94,9 +94,9 @@ def test_rows_of_a_record_all_at_once(seed: int) -> None:
 
 
 def test_a_record_of_a_state_that_was_given_back() -> None:
-    """The steps in flight still name a cancelled request's state: they must neither fail nor change what is known of it."""
+    """A step in flight ends the sequence of a request that was cancelled: its record must neither fail nor change the request."""
     loop = loop_of("cpu", capacity=2, rows=2)
-    gone, stays = loop.submit(q_start=5), loop.submit(q_start=50, stop_at=62)
+    gone, stays = loop.submit(q_start=5, stop_at=11), loop.submit(q_start=50, stop_at=62)
     speak = withhold_records(loop)
     loop.run()
     loop.cancel(gone)
