@@ -338,8 +338,8 @@ def test_token_count_off_by_one_is_found(tmp_path: Path, monkeypatch: pytest.Mon
     over = RequestScheduler._over
 
     def short(self: RequestScheduler, request: Request, state: RequestState) -> None:
-        request.q_start -= request.number == 7
         over(self, request, state)
+        request._last_q_start -= request.number == 7
 
     monkeypatch.setattr(RequestScheduler, "_over", short)
     (example,) = faulty_run(tmp_path)
