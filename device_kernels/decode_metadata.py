@@ -9,7 +9,7 @@ from device_kernels.metadata import LAYOUT, WARP, pack_parameters
 from device_kernels.module import Kernel
 
 ROWS_PER_CHUNK = 256  # rows summed by one block of sum_row_places
-ONE_LAUNCH_ROWS = 2048  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
+ONE_LAUNCH_ROWS = 4096  # packed: up to here each block sums the rows before its own; beyond, that sum would dominate
 
 _PREPARE = Kernel("decode_metadata", "prepare_v4_decode_metadata", LAYOUT, overlaps=True)
 _SUM_PLACES = Kernel("decode_metadata", "sum_row_places", LAYOUT, overlaps=True)
@@ -28,10 +28,10 @@ class Grid(NamedTuple):
     warps: int
 
 
-# (largest batch, grid): the fastest of those tried on an H200 (docs/performance.md). First about one block a multiprocessor,
-# with a warp for each token's indices and one for the scalars; then larger blocks, so that a single wave covers the batch.
-_GRIDS = ((128, Grid(1, 7)), (256, Grid(2, 7)), (512, Grid(4, 4)), (1024, Grid(8, 4)), (2048, Grid(8, 2)))
-_LARGEST_GRID = Grid(16, 1)
+# (largest batch, grid): the fastest of those tried on an H200 (docs/performance.md). First a warp for each token's indices and one
+# for the scalars, then more rows a block, so that a single wave covers the batch.
+_GRIDS = ((128, Grid(1, 7)), (512, Grid(4, 7)), (1024, Grid(8, 3)), (2048, Grid(8, 2)))
+_LARGEST_GRID = Grid(32, 1)
 
 
 def choose_grid(num_rows: int, tokens_per_step: int) -> Grid:
@@ -40,16 +40,18 @@ def choose_grid(num_rows: int, tokens_per_step: int) -> Grid:
     return Grid(rows, min(warps, tokens_per_step + 1))
 
 
-def bind_prepare_v4_decode_metadata(kernel: Kernel = _PREPARE, **operands: Any) -> Callable[[], None]:
+def bind_prepare_v4_decode_metadata(
+    kernel: Kernel = _PREPARE, grid: Grid | None = None, **operands: Any
+) -> Callable[[], None]:
     """Pack checked arguments (see `zos.ops`) once; calling the result launches the kernel on them.
 
-    `kernel`: what to launch on them; floor.py times other kernels on the same arguments and grid.
+    `kernel`: what to launch on them, and `grid`: how; floor.py times other kernels on the same arguments.
     """
     device, num_rows = operands["records"].device, operands["state_ids"].shape[0]
     step, packed = operands["tokens_per_step"], operands["packed"]
     if num_rows == 0:
         return lambda: None
-    grid = choose_grid(num_rows, step)
+    grid = grid or choose_grid(num_rows, step)
     chunked = packed and num_rows > ONE_LAUNCH_ROWS
     values = pack_parameters(**operands, limit=step, rows_per_chunk=ROWS_PER_CHUNK if chunked else 0)
     blocks = 1 + -(-num_rows // grid.rows)  # block 0 sums the batch up

@@ -1,4 +1,5 @@
-// The floors that prepare_v4_decode_metadata is measured against: no work, but the grid, the loads and the output bytes of it.
+// The floors that prepare_v4_decode_metadata is measured against: no work, but the loads and
+// the output bytes of it, on the fastest grid.
 #include "metadata.cuh"
 
 using namespace zos;

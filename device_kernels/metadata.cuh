@@ -74,6 +74,9 @@ __device__ __forceinline__ int state_of_row(const Params& p, int row) {
     return static_cast<unsigned>(state_id) < static_cast<unsigned>(p.capacity) ? state_id : -1;
 }
 
+// The same, -1 also for a row past the batch.
+__device__ __forceinline__ int state_at(const Params& p, int row) { return row < p.num_rows ? state_of_row(p, row) : -1; }
+
 struct Row {
     int state_id;
     int q_start;
@@ -89,15 +92,16 @@ struct Row {
     bool live;        // its tokens are written, not PAD
 };
 
-// Places of a row. Without a branch around the load (an id that names no state reads record 0 instead), so that the loads of
-// several rows are in flight together.
-__device__ __forceinline__ int places_of_row(const Params& p, int row) {
-    const int state_id = state_of_row(p, row);
+// Places of a row with this state. Without a branch around the load (an id that names no state reads record 0 instead), so that the
+// loads of several rows are in flight together.
+__device__ __forceinline__ int places_of_state(const Params& p, int state_id) {
     const int2 phase_and_q = reinterpret_cast<const int2*>(p.records)[static_cast<long long>(larger(state_id, 0)) * RECORD_INT4S * 2];
     return state_id < 0 ? 0 : row_places(phase_and_q.x, phase_and_q.y, p.limit);
 }
 
-// (places, live tokens) of a row, as if it fits; branchless like places_of_row.
+__device__ __forceinline__ int places_of_row(const Params& p, int row) { return places_of_state(p, state_of_row(p, row)); }
+
+// (places, live tokens) of a row, as if it fits; branchless like places_of_state.
 __device__ __forceinline__ int2 places_and_live(const Params& p, int row) {
     const int state_id = state_of_row(p, row), some_state = larger(state_id, 0);
     const int4 a = record_part(p, some_state, 0);
@@ -107,12 +111,12 @@ __device__ __forceinline__ int2 places_and_live(const Params& p, int row) {
     return {places, sound ? places : 0};
 }
 
-__device__ __forceinline__ Row read_row(const Params& p, int row) {
-    Row r = {-1, 0, 0, 0, 0, 0, 0, NO_ERROR, NO_ERROR, 0, row * p.tokens_per_step, false};
-    if (row >= p.num_rows) return r;
-    r.state_id = state_of_row(p, row);
-    if (r.state_id < 0) return r;
-    const int4 a = record_part(p, r.state_id, 0), b = record_part(p, r.state_id, 1);
+// A row with this state (-1: padding); branchless like places_of_state.
+__device__ __forceinline__ Row row_of_state(const Params& p, int row, int state_id) {
+    const int some_state = larger(state_id, 0);
+    const int4 a = record_part(p, some_state, 0), b = record_part(p, some_state, 1);
+    Row r;
+    r.state_id = state_id;
     r.seqlen_q = a.y;
     r.q_start = a.z;
     r.prompt_end = a.w;
@@ -120,8 +124,9 @@ __device__ __forceinline__ Row read_row(const Params& p, int row) {
     r.kv_cached_end = b.y;
     r.generation = b.z;
     r.known_error = b.w;
-    r.places = row_places(a.x, a.y, p.limit);
-    r.error = row_error(a.x, a.y, a.z, a.w, b.x, p.limit);
+    r.places = state_id < 0 ? 0 : row_places(a.x, a.y, p.limit);
+    r.error = state_id < 0 ? NO_ERROR : row_error(a.x, a.y, a.z, a.w, b.x, p.limit);
+    r.first_place = row * p.tokens_per_step;
     r.live = r.places > 0 && r.error == NO_ERROR;
     return r;
 }
@@ -187,25 +192,31 @@ __device__ __forceinline__ void write_load_plan(int4* plan, int to, int state_id
     for (int i = 0; i < 3; ++i) plan[i] = segments[i];
 }
 
-__device__ __forceinline__ void write_scalars(const Params& p, const Row& r, int row, int place, int j) {
+// What says where a token's window is.
+__device__ __forceinline__ void write_window(const Params& p, const Row& r, int row, int place, int j) {
     int2 offset_len = {0, 0};
-    long long input_id = 0, write_slot = -1;
-    const bool live = r.live && j < r.places;
-    const int position = r.q_start + j;
-    if (live) {
-        const int begin = window_begin(position, p.window, r.swa_valid_start);
-        const int first_slot = r.state_id * p.ring.divisor;
-        offset_len = {first_slot + ring_slot(begin, p.ring), position - begin + 1};
-        if (!overwritten(j, r.places, p.ring.divisor)) write_slot = first_slot + ring_slot(position, p.ring);
-        if (p.input_ids && r.q_start >= r.prompt_end && r.places <= p.tokens_per_step)
-            input_id = p.token_ids[static_cast<long long>(r.state_id) * p.tokens_per_step + j];
+    if (r.live && j < r.places) {
+        const int position = r.q_start + j, begin = window_begin(position, p.window, r.swa_valid_start);
+        offset_len = {r.state_id * p.ring.divisor + ring_slot(begin, p.ring), position - begin + 1};
     }
     p.kv_swa_index_offset_len[place] = offset_len;
     p.kv_swa_full_index_pivots[place] = pivots_of(p, r, row, j);
     p.swa_len[place] = offset_len.y;
-    p.positions[place] = live ? position : 0;
-    if (p.input_ids) p.input_ids[place] = input_id;
+}
+
+// What a token is, and where its own entries go.
+__device__ __forceinline__ void write_token(const Params& p, const Row& r, int row, int place, int j) {
+    const bool live = r.live && j < r.places;
+    const int position = r.q_start + j;
+    if (p.input_ids) {
+        const bool carried = live && r.q_start >= r.prompt_end && r.places <= p.tokens_per_step;
+        p.input_ids[place] = carried ? p.token_ids[static_cast<long long>(r.state_id) * p.tokens_per_step + j] : 0;
+    }
+    long long write_slot = -1;
+    if (live && !overwritten(j, r.places, p.ring.divisor))
+        write_slot = r.state_id * p.ring.divisor + ring_slot(position, p.ring);
     p.swa_write_slot[place] = write_slot;
+    p.positions[place] = live ? position : 0;
     p.token_row[place] = live ? row : -1;
     p.token_state_id[place] = live ? r.state_id : -1;
     for (int c = 0; c < p.num_compressions; ++c) {

@@ -1,8 +1,9 @@
 // prepare_v4_prefill_metadata: attention metadata of a step whose rows may be chunks of any length, always packed.
 //
 // Work goes by token place, so that long and short rows cost alike: a lane has a place, and a warp finds the rows of its 32 places by
-// walking the batch, 32 rows at a time. Where kv_swa_full_index is wanted, several warps share 32 places. The first warps write what
-// belongs to a row: its ticket, its load plan, where its tokens begin. One launch, and no thread waits for another warp.
+// walking the batch, 32 rows at a time. Two warps share 32 places: one writes where their windows are, one what the tokens are. Where
+// kv_swa_full_index is wanted a block has 32 places, and its warps share their index once the first has found where it is. The first
+// blocks write what belongs to a row: its ticket, its load plan, where its tokens begin. One launch.
 //
 // A batch too long for every warp to walk takes two: `prepare_prefill_rows`, one block, does the rows, and `prepare_prefill_tokens`
 // finds the row of a place in cu_seqlens_q.
@@ -10,7 +11,7 @@
 
 using namespace zos;
 
-constexpr int INDEX_PARTS = 8;  // warps that share the full index of 32 places
+constexpr int PARTS = 2, INDEX_PARTS = 8;  // warps that share 32 places, without and with their full index: then a block
 
 __device__ __forceinline__ void write_prefill_row(const Params& p, const Row& r, int row) {
     write_row(p, r, row);
@@ -33,27 +34,30 @@ __device__ __forceinline__ void write_full_index(const Params& p, int4 pivots, i
     };
     const int lane = threadIdx.x % WARP;
     if (p.vector_index) {
+#pragma unroll 1
         for (int k = lane * 4; k < p.window; k += WARP * 4)
             *reinterpret_cast<int4*>(out + k) = {index_at(k), index_at(k + 1), index_at(k + 2), index_at(k + 3)};
     } else {
+#pragma unroll 1
         for (int k = lane; k < p.window; k += WARP) out[k] = index_at(k);
     }
 }
 
-__device__ __forceinline__ int index_parts(const Params& p) { return p.kv_swa_full_index ? INDEX_PARTS : 1; }
+__device__ __forceinline__ int parts_of(const Params& p) { return p.kv_swa_full_index ? INDEX_PARTS : PARTS; }
 
-// What a warp, `part` of those that share 32 places, writes of them; `place` is the lane's, `r` and `row` are that place's.
-__device__ __forceinline__ void write_places(const Params& p, const Row& r, int row, int place, int part) {
-    const int j = place - r.first_place;
-    if (part == 0 && place < p.num_places) write_scalars(p, r, row, place, j);
-    if (!p.kv_swa_full_index) return;
-    const int4 own = pivots_of(p, r, row, j);
-    for (int i = part; i < WARP; i += INDEX_PARTS) {
-        const int4 pivots = {__shfl_sync(ALL_LANES, own.x, i), __shfl_sync(ALL_LANES, own.y, i),
-                             __shfl_sync(ALL_LANES, own.z, i), __shfl_sync(ALL_LANES, own.w, i)};
-        const int its_place = __shfl_sync(ALL_LANES, place, i);
-        if (its_place < p.num_places) write_full_index(p, pivots, its_place);
+// What a warp, `part` of the `parts` that share 32 places, writes of them; `place` is the lane's. The first warp and the last know
+// `r` and `row`, those of that place.
+__device__ __forceinline__ void write_places(const Params& p, const Row& r, int row, int place, int part, int parts) {
+    __shared__ int4 pivots[WARP];
+    const int lane = threadIdx.x % WARP, j = place - r.first_place;
+    if (p.kv_swa_full_index) {
+        if (part == 0) pivots[lane] = pivots_of(p, r, row, j);
+        __syncthreads();
     }
+    if (part == 0 && place < p.num_places) write_window(p, r, row, place, j);
+    if (part == parts - 1 && place < p.num_places) write_token(p, r, row, place, j);
+    if (!p.kv_swa_full_index) return;
+    for (int i = part; i < WARP && place - lane + i < p.num_places; i += parts) write_full_index(p, pivots[i], place - lane + i);
 }
 
 // ---- one launch -----------------------------------------------------------------------------------------------------------
@@ -74,7 +78,7 @@ struct WalkedRow {
 __device__ __forceinline__ WalkedRow next_rows(const Params& p, int first_row, Walk* walk) {
     const int lane = threadIdx.x % WARP;
     const unsigned most = static_cast<unsigned>(p.num_places);
-    Row r = read_row(p, first_row + lane);
+    Row r = row_of_state(p, first_row + lane, state_at(p, first_row + lane));
     unsigned end = min(static_cast<unsigned>(r.places), most + 1);
 #pragma unroll
     for (int step = 1; step < WARP; step *= 2) {
@@ -137,13 +141,19 @@ __device__ __forceinline__ void write_rows(const Params& p, int first_row) {
 
 extern "C" __global__ void prepare_v4_prefill_metadata(const __grid_constant__ Params p) {
     wait_for_predecessor();
-    const int row_warps = larger((p.num_rows + WARP - 1) / WARP, 1), parts = index_parts(p);
-    const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP - row_warps;
-    if (warp < 0) return write_rows(p, (warp + row_warps) * WARP);
-    const int place = warp / parts * WARP + threadIdx.x % WARP;
-    int row;
-    const Row r = walk_to_place(p, place, &row);
-    write_places(p, r, row, place, warp % parts);
+    const int warps = blockDim.x / WARP, warp = threadIdx.x / WARP, parts = parts_of(p);
+    const int row_warps = larger((p.num_rows + WARP - 1) / WARP, 1), row_blocks = (row_warps + warps - 1) / warps;
+    if (blockIdx.x < row_blocks) {
+        const int row_warp = blockIdx.x * warps + warp;
+        if (row_warp < row_warps) write_rows(p, row_warp * WARP);
+        return;
+    }
+    const int part = warp % parts;
+    const int place = ((blockIdx.x - row_blocks) * warps + warp) / parts * WARP + threadIdx.x % WARP;
+    int row = -1;
+    Row r = {};
+    if (part == 0 || part == parts - 1) r = walk_to_place(p, place, &row);
+    write_places(p, r, row, place, part, parts);
 }
 
 // ---- two launches ---------------------------------------------------------------------------------------------------------
@@ -182,7 +192,7 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS* WARP) prepare_prefill_ro
 
     int live = 0, deferred = 0;
     for (int row = begin; row < end; ++row) {
-        Row r = read_row(p, row);
+        Row r = row_of_state(p, row, state_of_row(p, row));
         const bool fits = place + r.places <= p.num_places;
         r.first_place = place < p.num_places ? static_cast<int>(place) : p.num_places;
         deferred += r.live && !fits;
@@ -231,8 +241,13 @@ __device__ __forceinline__ Row row_for_tokens(const Params& p, int row) {
 
 extern "C" __global__ void prepare_prefill_tokens(const __grid_constant__ Params p) {
     wait_for_predecessor();
-    const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, parts = index_parts(p);
+    const int warp = blockIdx.x * (blockDim.x / WARP) + threadIdx.x / WARP, parts = parts_of(p), part = warp % parts;
     const int place = warp / parts * WARP + threadIdx.x % WARP;
-    const int row = row_of_place(p, place);
-    write_places(p, row_for_tokens(p, row), row, place, warp % parts);
+    int row = -1;
+    Row r = {};
+    if (part == 0 || part == parts - 1) {
+        row = row_of_place(p, place);
+        r = row_for_tokens(p, row);
+    }
+    write_places(p, r, row, place, part, parts);
 }

@@ -180,17 +180,18 @@ ZOS_HD int row_places(int phase, int seqlen_q, int limit) {
     return phase == LIVE && seqlen_q > 0 && seqlen_q <= limit ? seqlen_q : 0;
 }
 
+// The first rule that a row breaks. Written from the last rule to the first, so that it needs no branch.
 ZOS_HD int row_error(int phase, int seqlen_q, int q_start, int prompt_end, int valid_start, int limit) {
-    if (phase != LIVE || seqlen_q == 0) return NO_ERROR;
     const bool prefilling = q_start < prompt_end;
-    if (seqlen_q > limit) return prefilling ? NO_ERROR : SEQLEN_Q_RANGE;
-    if (seqlen_q < 0) return SEQLEN_Q_RANGE;
-    if (q_start < 0) return Q_START_NEGATIVE;
-    if (valid_start < 0) return VALID_START_NEGATIVE;
-    if (valid_start > q_start) return VALID_START_PAST_Q_START;
-    if (q_start > INT32_LARGEST - seqlen_q) return POSITION_OVERFLOW;
-    if (prefilling && seqlen_q > prompt_end - q_start) return CHUNK_PAST_PROMPT_END;
-    return NO_ERROR;
+    int error = NO_ERROR;
+    if (prefilling && seqlen_q > prompt_end - larger(q_start, 0)) error = CHUNK_PAST_PROMPT_END;
+    if (q_start > INT32_LARGEST - larger(seqlen_q, 0)) error = POSITION_OVERFLOW;
+    if (valid_start > q_start) error = VALID_START_PAST_Q_START;
+    if (valid_start < 0) error = VALID_START_NEGATIVE;
+    if (q_start < 0) error = Q_START_NEGATIVE;
+    if (seqlen_q > limit) error = prefilling ? NO_ERROR : SEQLEN_Q_RANGE;
+    if (seqlen_q < 0) error = SEQLEN_Q_RANGE;
+    return phase == LIVE && seqlen_q != 0 ? error : NO_ERROR;
 }
 
 // The offending value that goes with an error of `row_error`.

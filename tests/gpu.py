@@ -33,7 +33,7 @@ SANITIZED: dict[str, dict[str, str]] = {
     "device_loop": {},
 }
 TEST_PROCESSES = 8
-LONGEST_PART_S = 240  # a part that takes longer is given up, so that the others' results stand
+LONGEST_PART_S = 380  # a part that takes longer is given up, so that the others' results stand
 PARITY_CASES = int(os.environ.get("ZOS_GPU_PARITY_CASES", "1000000"))
 FULL_GENERATION = "-k=generates_what_dense"
 FULL_TRACE = os.environ.get("ZOS_FULL_TRACE", "")  # a whole trace to replay, where one lies at hand
@@ -99,6 +99,7 @@ def sanitizer(tool: str) -> dict[str, Any]:
     watch = [
         "/usr/local/cuda/bin/compute-sanitizer",
         f"--tool={tool}",
+        "--report-api-errors=no",  # cuda.core asks the driver for functions that it may lack
         "--kernel-name-exclude",
         "kernel_substring=at::native",
     ]

@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import zos
-from tests import sanitize
 from tests.reference import as_array, assert_bitwise_equal
 from zos.cli.compare import metadata_arrays
 from zos.edits import EDITS_PER_BUFFER, NUM_BUFFERS
@@ -224,11 +223,3 @@ def test_a_bad_sequence_that_harms_others_is_found(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(zos.MetadataService, "commit", harms)
     with pytest.raises(AssertionError, match="records of step 0"):
         assert_others_unchanged("cpu", "strided", "num_kept")
-
-
-def test_what_the_sanitizer_runs() -> None:
-    """The loops and attention that compute-sanitizer watches are right: a run that computes nonsense would watch nothing."""
-    sanitize.run_loop("cpu", zos.DecodeLoop, steps_per_replay=2)
-    sanitize.run_loop("cpu", zos.DeviceLoop)
-    sanitize.view_block("cpu")
-    sanitize.attend("cpu")

@@ -344,7 +344,7 @@ def test_a22_parameters_keep_their_width(monkeypatch: pytest.MonkeyPatch) -> Non
 
     source = (Path(__file__).parent / "probe.cu").read_text()
     monkeypatch.setattr(
-        "device_kernels.module._module", lambda stem: cupy.RawModule(code=source, options=COMPILE_OPTIONS)
+        "device_kernels.module._module", lambda stem, capability: cupy.RawModule(code=source, options=COMPILE_OPTIONS)
     )
     kernel = Kernel("probe", "probe", "qifP")
     out = torch.zeros(3, dtype=torch.int64, device="cuda")

@@ -22,7 +22,7 @@ def test_loops_that_differ_are_found(monkeypatch: pytest.MonkeyPatch, kind: type
 
     def once_more(loop: zos.DecodeLoop, steps: int | None = None) -> None:
         calls.append(loop)
-        run(loop, 1 if len(calls) == 1 else steps)  # the first of the two loops that are compared
+        run(loop, 2 if len(calls) == 1 else steps)  # the first of the two loops that are compared
 
     monkeypatch.setattr(kind, "run", once_more)
     with pytest.raises(AssertionError, match=kind.__name__):

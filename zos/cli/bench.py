@@ -105,7 +105,7 @@ def clock_medians(launches: dict[str, Launch], repeats: int) -> dict[str, float]
 
 
 def bench_prepare(size: int, replays: int) -> Iterator[Row]:
-    """Both layouts of prepare_v4_decode_metadata beside its floors (same grid, loads and output bytes, warm)."""
+    """Both layouts of prepare_v4_decode_metadata beside its floors (same loads and output bytes, warm)."""
     from device_kernels import floor
 
     references = {"floor": floor.DEPENDENT_LOADS, "write-only": floor.WRITE_ONLY, "empty kernel": floor.EMPTY}

@@ -22,8 +22,7 @@ STEPS_PER_REPLAY = (1, 8)
 
 Figure = tuple[str, str, int, float, str, float]  # bench, variant, rows, µs, reference, its µs
 Launches = dict[str, Callable[[], object]]
-Medians = Callable[[Launches, int, int], dict[str, float]]
-NODES = 10  # torch's ops are many kernels each
+Medians = Callable[[Launches, int], dict[str, float]]
 
 
 def bench_alternatives(
@@ -45,7 +44,7 @@ def bench_alternatives(
 
         index = torch.empty_like(metadata.kv_swa_index)
         launches["Triton, index only"] = triton_index(records, ids, index, geometry.ring, geometry.tokens_per_step)
-    medians = graph_medians(launches, replays, NODES)
+    medians = graph_medians(launches, replays)
     for name in list(launches)[1:]:
         yield ("prepare_v4_decode_metadata", "strided ragged", size, medians["prepare"], name, medians[name])
 
