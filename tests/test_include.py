@@ -54,7 +54,7 @@ def test_slots_on_the_host(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_example_runs() -> None:
-    """The example's kernel reads the entries that the index names."""
+    """The example's kernels read the entries that the index names."""
     import cupy
 
     svc, metadata = ragged_service(64, "cuda", "strided")
@@ -62,13 +62,18 @@ def test_example_runs() -> None:
     entries = torch.randint(0, 256, (svc.capacity * ring, entry), dtype=torch.uint8, device="cuda")
     sums = torch.full((metadata.tokens,), -1, dtype=torch.int32, device="cuda")
     options = ("--std=c++17", f"-I{zos.get_include()}", f"-I{EXAMPLES}")
-    kernel = cupy.RawModule(code=(EXAMPLES / "inline_slots.cu").read_text(), options=options).get_function(
-        "sum_of_keys"
-    )
+    module = cupy.RawModule(code=(EXAMPLES / "inline_slots.cu").read_text(), options=options)
     by_value = np.array([divisor(ring)], np.dtype([("divisor", "i4"), ("multiplier", "u4"), ("shift", "i4")]))
-    pointers = [np.uint64(t.data_ptr()) for t in (metadata.kv_swa_index_offset_len, entries, sums)]
-    kernel((metadata.tokens // 64 + 1,), (64,), (*pointers, np.int32(metadata.tokens), np.int32(entry), by_value))
-    torch.cuda.synchronize()
     index = metadata.kv_swa_index.long()
     expected = torch.where(index >= 0, entries[index.clamp(min=0), 0].int(), 0).sum(1)
-    assert torch.equal(sums, expected.int())
+    kernels: dict[str, tuple[tuple[torch.Tensor, ...], object]] = {
+        "sum_of_keys": ((metadata.kv_swa_index_offset_len,), by_value),
+        "sum_of_indexed_keys": ((metadata.kv_swa_index, metadata.swa_len), np.int32(svc.geometry.window)),
+    }
+    for name, (inputs, last) in kernels.items():
+        pointers = [np.uint64(t.data_ptr()) for t in (*inputs, entries, sums.fill_(-1))]
+        torch.cuda.synchronize()
+        arguments = (*pointers, np.int32(metadata.tokens), np.int32(entry), last)
+        module.get_function(name)((metadata.tokens // 2 + 1,), (64,), arguments)
+        torch.cuda.synchronize()
+        assert torch.equal(sums, expected.int()), name

@@ -19,6 +19,7 @@ from zos.cli import InputError
 from zos.cli.bench_alternatives import bench_alternatives, bench_end_to_end
 from zos.cli.bench_attention import bench_attention
 from zos.cli.bench_loop import bench_gpu, bench_host, bench_stall
+from zos.cli.bench_operators import EXAMPLE, bench_batches, bench_cold, bench_inline, bench_small, bench_tail
 from zos.cli.bench_plot import draw
 from zos.cli.options import check_output, usable
 from zos.layout import StateSlotLayout
@@ -55,18 +56,23 @@ def row(bench: str, variant: str, size: int, median_us: float, reference: str, r
     )
 
 
-def ragged_service(rows: int, device: str, token_layout: str) -> tuple[MetadataService, DecodeMetadata]:
-    """Make a service with `rows` rows of random length and position in scattered states, a tenth of the rows padding; prepared."""
+def ragged_service(
+    rows: int, device: str, token_layout: str, padding: float = PADDING_SHARE, ragged: bool = True
+) -> tuple[MetadataService, DecodeMetadata]:
+    """Make a service with `rows` rows of random length and position in scattered states, a tenth of the rows padding; prepared.
+
+    Rows that are not `ragged` are as long as a step.
+    """
     rng = np.random.default_rng(rows)
     svc = MetadataService(capacity=max(4096, rows), max_batch=rows, device=device, token_layout=token_layout)
     step = svc.geometry.tokens_per_step
     records = np.zeros((svc.capacity, RECORD_WORDS), np.int32)
     records[:, COLUMNS["phase"]] = Phase.LIVE
-    records[:, COLUMNS["seqlen_q"]] = rng.integers(1, step + 1, svc.capacity)
+    records[:, COLUMNS["seqlen_q"]] = rng.integers(1, step + 1, svc.capacity) if ragged else step
     records[:, COLUMNS["q_start"]] = rng.integers(0, 100_000, svc.capacity)
     svc.table.records.copy_(torch.from_numpy(records))
     states = rng.permutation(svc.capacity)[:rows]
-    svc.set_batch([-1 if rng.random() < PADDING_SHARE else int(state) for state in states])
+    svc.set_batch([-1 if rng.random() < padding else int(state) for state in states])
     return svc, svc.prepare()
 
 
@@ -237,6 +243,29 @@ def bench_against_others(size: int, replays: int) -> Iterator[Row]:
         yield row(*figure)
 
 
+def bench_other_batches(size: int, replays: int) -> Iterator[Row]:
+    """Prepare of whole rows, of a bucket half full, and with a cold L2 (bench_operators.py)."""
+    prepared = {
+        f"{layout} {name}": ragged_service(size, "cuda", layout, padding, ragged)
+        for layout in ("strided", "packed")
+        for name, padding, ragged in (("uniform", 0.0, False), ("half padding", 0.5, True))
+    }
+    for figure in bench_batches(size, replays, prepared, graph_medians):
+        yield row(*figure)
+    for figure in bench_cold(size, replays, *ragged_service(size, "cuda", "strided"), graph_medians):
+        yield row(*figure)
+
+
+def bench_other_operators(size: int, replays: int) -> Iterator[Row]:
+    """Smaller operators, and what a kernel saves that derives its slots itself (bench_operators.py)."""
+    svc, metadata = ragged_service(size, "cuda", "strided")
+    figures = [*bench_small(size, replays, svc, metadata, graph_medians), *bench_tail(16, replays, graph_medians)]
+    if EXAMPLE.exists():  # not in a wheel
+        figures += bench_inline(size, replays, svc, metadata, graph_medians)
+    for figure in figures:
+        yield row(*figure)
+
+
 def bench_whole_step(size: int, replays: int) -> Iterator[Row]:
     """A loop with a step of fixed length, by who makes its metadata (bench_alternatives.py)."""
     for figure in bench_end_to_end(size, replays):
@@ -287,6 +316,7 @@ def run(arguments: argparse.Namespace) -> int:
         benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (64, 256))]
         benches += [("prefill", bench_prefill, (16,)), ("ring", bench_ring, (8192,))]
         benches += [("attention", bench_decode_attention, (256,))]
+        benches += [("batches", bench_other_batches, (256, 4096)), ("operators", bench_other_operators, (256,))]
         benches += [("alternatives", bench_against_others, (64, 256)), ("end to end", bench_whole_step, (64,))]
     chosen = [bench for bench in benches if arguments.filter in bench[0]]
     if not chosen:
