@@ -15,7 +15,7 @@ EXTRAS := test,dev,bench
 CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: venv replay test lint gpu cubins fuzz
+.PHONY: venv replay test lint gpu cubins fuzz fuzz-inputs soak
 
 venv: $(VENV)/.ready
 
@@ -47,3 +47,12 @@ cubins: venv
 EXAMPLES ?= 2000
 fuzz: venv
 	ZOS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/test_state_machine.py
+
+# Traces, profiles, stored states and arguments of any kind, for so many seconds.
+SECONDS ?= 3600
+fuzz-inputs: venv
+	ZOS_FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -q tests/test_outside_inputs.py
+
+# A loop under churn: ten million rows on the CPU, nine minutes on a GPU. SOAK="--json FILE" keeps what was found.
+soak: venv
+	$(BIN)/python -m tests.soak $(SOAK)

@@ -190,10 +190,14 @@ def _define(schema: str, check: Callable[..., None], host: Callable[..., None], 
     arguments_of = getattr(torch.ops.zos, name).default._schema.arguments
     names = [argument.name for argument in arguments_of]
     defaults = {argument.name: argument.default_value for argument in arguments_of if argument.has_default_value()}
+    tensors = [argument.name for argument in arguments_of if str(argument.type) == "Tensor"]
 
     def checked(launch: Callable[..., None]) -> Callable[..., None]:
         def implementation(*arguments: Any) -> None:
             named = {**defaults, **dict(zip(names, arguments, strict=False))}
+            for tensor in tensors:
+                if named[tensor] is None:  # torch lets it through
+                    raise TypeError(f"{tensor} is None, but it must be a tensor")
             check(**named)
             launch(**named)
 
