@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -137,10 +138,14 @@ def cases(name: str, rng: random.Random) -> tuple[int, ...]:
 @pytest.fixture(scope="module")
 def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """ring.cuh in a program built by g++ with the address and undefined-behaviour sanitizers."""
-    compiler = shutil.which("g++")
-    if compiler is None:
+    if shutil.which("g++") is None:
         pytest.skip("no g++")
-    binary = tmp_path_factory.mktemp("ring") / "harness"
+    return build(SOURCES, tmp_path_factory.mktemp("ring"))
+
+
+def build(sources: Path, folder: Path) -> Path:
+    """Build the program in a folder, with the ring.cuh of another."""
+    binary = folder / "harness"
     flags = [
         "-std=c++17",
         "-O1",
@@ -151,7 +156,7 @@ def harness(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "-fno-sanitize-recover=all",
     ]
     source = Path(__file__).parent / "ring_cuh_harness.cpp"
-    subprocess.run([compiler, *flags, f"-I{SOURCES}", str(source), "-o", str(binary)], check=True)
+    subprocess.run(["g++", *flags, f"-I{sources}", str(source), "-o", str(binary)], check=True, stderr=subprocess.PIPE)
     return binary
 
 
@@ -165,10 +170,17 @@ def ask(harness: Path, questions: list[tuple[str, tuple[int, ...]]]) -> list[int
 
 def test_ring_cuh(harness: Path, seed: int) -> None:
     """Edge and random values of every function; a sanitizer finding ends the program."""
+    questions, answers = zip(*questions_with_answers(seed), strict=True)
+    for (name, values), expected, answer in zip(questions, answers, ask(harness, list(questions)), strict=True):
+        assert answer == expected, f"{name}{values}"
+
+
+@cache
+def questions_with_answers(seed: int) -> list[tuple[tuple[str, tuple[int, ...]], int]]:
+    """Calls of every function, and what each must give; kept for tests/mutate.py, which asks them of many variants."""
     rng = random.Random(seed)
     questions = [(name, cases(name, rng)) for name in FORMULAS for _ in range(4000)]
-    for (name, values), answer in zip(questions, ask(harness, questions), strict=True):
-        assert answer == FORMULAS[name](*values), f"{name}{values}"
+    return [((name, values), FORMULAS[name](*values)) for name, values in questions]
 
 
 def test_division_is_exact(harness: Path) -> None:
@@ -192,7 +204,10 @@ def test_launcher_packs_the_same_divisor(harness: Path, seed: int) -> None:
         assert module.divisor(divisor) == (divisor, multiplier % 2**32, shift)
 
 
-@pytest.mark.parametrize("name", sorted(set(FORMULAS) - {"quotient", "remainder", "ring_advance"}))
+TWINS = sorted(set(FORMULAS) - {"quotient", "remainder", "ring_advance"})
+
+
+@pytest.mark.parametrize("name", TWINS)
 def test_numba_twin(name: str, seed: int) -> None:
     """The Numba function of the same name gives the same values."""
     rng = random.Random(seed)
