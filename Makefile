@@ -15,7 +15,7 @@ EXTRAS := test,dev,bench
 CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: venv replay test lint gpu cubins fuzz fuzz-inputs soak
+.PHONY: venv replay test lint gpu cubins fuzz fuzz-inputs mutate soak
 
 venv: $(VENV)/.ready
 
@@ -52,6 +52,10 @@ fuzz: venv
 SECONDS ?= 3600
 fuzz-inputs: venv
 	ZOS_FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -q tests/test_outside_inputs.py
+
+# One change at a time in the ring's arithmetic; none may survive its tests. Some three minutes.
+mutate: venv
+	$(BIN)/python -m tests.mutate
 
 # A loop under churn: ten million rows on the CPU, nine minutes on a GPU. SOAK="--json FILE" keeps what was found.
 soak: venv

@@ -1,17 +1,18 @@
 """Kernels compiled ahead: `python -m device_kernels.cubins` (`make cubins`) builds them, `find_cubin` picks one for a device.
 
 A wheel built afterwards carries them, and no compiler runs at run time. A file's name holds a hash of what it was built from, so
-one of other sources or options is never taken; where none fits, NVRTC compiles as before.
+one of other sources or options is never taken; where none fits, NVRTC compiles as before. ZOS_CUBINS names another folder.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
 from pathlib import Path
 
 from device_kernels.module import COMPILE_OPTIONS, kernel_source
 
-FOLDER = Path(__file__).parent / "cubins"
+FOLDER = Path(os.environ.get("ZOS_CUBINS") or Path(__file__).parent / "cubins")
 ARCHITECTURES = (80, 90, 100, 120)  # 10 * major + minor of the compute capability
 HASH_DIGITS = 16
 
@@ -36,8 +37,8 @@ def find_cubin(stem: str, capability: tuple[int, int], folder: Path = FOLDER) ->
     return None
 
 
-def build(folder: Path = FOLDER, stems: tuple[str, ...] = ()) -> int:
-    """Compile all stems, or those named, for every architecture, in place of what the folder held; returns the bytes written.
+def build(folder: Path = FOLDER, stems: tuple[str, ...] = (), architectures: tuple[int, ...] = ARCHITECTURES) -> int:
+    """Compile all stems, or those named, for the architectures, in place of what the folder held; returns the bytes written.
 
     Needs cuda-core and NVRTC, no GPU.
     """
@@ -49,7 +50,7 @@ def build(folder: Path = FOLDER, stems: tuple[str, ...] = ()) -> int:
     options = dict(option.removeprefix("--").split("=") for option in COMPILE_OPTIONS)
     written = 0
     for stem in stems or tuple(sorted(path.stem for path in Path(__file__).parent.glob("*.cu"))):
-        for architecture in ARCHITECTURES:
+        for architecture in architectures:
             made = Program(kernel_source(stem), "c++", ProgramOptions(**options, arch=f"sm_{architecture}")).compile(
                 "cubin"
             )

@@ -114,6 +114,8 @@ BAD_OPERANDS: list[tuple[str, Any, str]] = [
     ("tickets", lambda t: t[:1], "shape of tickets"),
     ("counters", lambda t: t.int(), "dtype of counters"),
     ("chunk_places", lambda t: t[:0], "chunk_places"),
+    ("chunk_places", lambda t: t.repeat(4)[::2], "chunk_places must be contiguous"),
+    ("compression_write_slot", lambda t: t[0, 0], "shape of compression_write_slot"),
     ("ring", lambda ring: 132, "ring=132 is too short"),
     ("window", lambda window: 0, "window=0 is outside"),
     ("tokens_per_step", lambda step: 0, "tokens_per_step=0"),

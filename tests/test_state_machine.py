@@ -9,6 +9,7 @@ import os
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ SLOT = st.integers(0, SLOTS - 1)
 class ServiceMachine(RuleBasedStateMachine):
     """Calls in any order; each is made of service and oracle, and everything is compared after each."""
 
+    device = "cpu"
+
     @initialize(
         geometry=st.sampled_from(GEOMETRIES),
         layout=st.sampled_from(["packed", "strided"]),
@@ -37,7 +40,7 @@ class ServiceMachine(RuleBasedStateMachine):
     def begin(self, geometry: zos.RingGeometry, layout: str, queue: bool, snapshot_every: int) -> None:
         """Make the two."""
         self.twins = Twins(
-            "cpu", capacity=CAPACITY, max_batch=MAX_BATCH, slots=SLOTS, records=RECORDS, queue=queue, geometry=geometry,
+            self.device, capacity=CAPACITY, max_batch=MAX_BATCH, slots=SLOTS, records=RECORDS, queue=queue, geometry=geometry,
             token_layout=layout, max_prefill_tokens=40, snapshot_every=snapshot_every,
         )  # fmt: skip
         self.svc, self.queue, self.step_tokens = self.twins.svc, queue, geometry.tokens_per_step
@@ -187,3 +190,16 @@ TestService.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
+
+
+class ServiceMachineOnAGpu(ServiceMachine):
+    """The same on a device."""
+
+    device = "cuda"
+
+
+@pytest.mark.gpu
+class TestServiceOnAGpu(ServiceMachineOnAGpu.TestCase):  # type: ignore[misc, name-defined]
+    """Fewer examples: each comparison waits for the device."""
+
+    settings = settings(TestService.settings, max_examples=EXAMPLES or 10)

@@ -155,12 +155,12 @@ def _expect_compression(operands: dict[str, Any], places: int, device: torch.dev
         whole_number("compression_entries", size, 1)
         if size < ratio + operands["tokens_per_step"] - 1:
             raise ValueError(f"a compression ring of {size} entries is too short for ratio {ratio}")
-    stride = operands["compression_write_slot"].stride(0)
+    slots = operands["compression_write_slot"]  # the first that is looked at
     for name in ("compression_write_slot", "compression_index"):
         tensor = operands[name]
         if tensor.dim() != 2 or tensor.shape[0] != len(ratios):
             raise ValueError(f"Invalid shape of {name}: expected [{len(ratios)}, T], got {list(tensor.shape)}")
-        if tensor.stride(0) != stride:
+        if tensor.stride(0) != slots.stride(0):
             raise ValueError(
                 f"Invalid stride of {name}: expected that of compression_write_slot, got {tensor.stride()}"
             )
@@ -173,8 +173,9 @@ def check_prepare_v4_decode_metadata(**operands: Any) -> None:
     most = rows * step
     _expect_metadata(operands, _DECODE, min(step, most) if operands["packed"] else most, most)
     workspace, device = operands["chunk_places"], operands["records"].device
-    if workspace.dtype is not INT32 or workspace.device != device or workspace.numel() < chunk_count(rows):
-        raise ValueError(f"chunk_places must be int32 [{chunk_count(rows)} or more] on {device}")
+    sound = workspace.dtype is INT32 and workspace.device == device and workspace.is_contiguous()
+    if not sound or workspace.numel() < chunk_count(rows):
+        raise ValueError(f"chunk_places must be contiguous int32 [{chunk_count(rows)} or more] on {device}")
 
 
 def check_prepare_v4_prefill_metadata(**operands: Any) -> None:
