@@ -130,11 +130,8 @@ def host_bytes() -> int:
 
 
 def device_bytes(device: str) -> int:
-    """Memory in use on the device, by anyone."""
-    if device == "cpu":
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    """Device memory that torch has taken for this process: all that the library uses."""
+    return 0 if device == "cpu" else torch.cuda.memory_reserved()
 
 
 def soak(

@@ -304,7 +304,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the medians there, by rows")
-    parser.add_argument("--filter", default="", metavar="TEXT", help="only benches whose name contains TEXT")
+    parser.add_argument("--filter", default="", metavar="TEXT,…", help="only benches whose name contains one of these")
     parser.add_argument("--quick", action="store_true", help="two sizes and few repeats")
 
 
@@ -318,7 +318,7 @@ def run(arguments: argparse.Namespace) -> int:
         benches += [("attention", bench_decode_attention, (256,))]
         benches += [("batches", bench_other_batches, (256, 4096)), ("operators", bench_other_operators, (256,))]
         benches += [("alternatives", bench_against_others, (64, 256)), ("end to end", bench_whole_step, (64,))]
-    chosen = [bench for bench in benches if arguments.filter in bench[0]]
+    chosen = [bench for bench in benches if any(text in bench[0] for text in arguments.filter.split(","))]
     if not chosen:
         raise InputError(f"--filter {arguments.filter!r} matches none of {', '.join(name for name, *_ in benches)}")
     check_output(arguments.json)
