@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+import zos
 from tests.v4 import (
     SMALL,
     Guess,
@@ -81,6 +82,61 @@ def test_any_chunk_and_batch_give_the_same_tokens(device: str, seed: int) -> Non
     for chunk, batch, prefill_rows in ((1, 7, 7), (5, 3, 2), (13, 1, 1), (int(rng.integers(2, 70)), 4, 3)):
         _, found = generate(model, prompts, 20, max_batch=batch, chunk=chunk, prefill_rows=prefill_rows)
         assert [g.generated for g in found] == [g.generated for g in expected], f"chunk={chunk}, batch={batch}"
+
+
+SHAPES: list[dict[str, object]] = [
+    {"ratios": (1,), "producers": 1},
+    {"ratios": (0, 0), "producers": 1},
+    {"ratios": (3, 3, 0, 0, 3), "producers": 2},
+    {"ratios": (4, 2, 2, 4), "producers": 2},
+    {"ratios": (2, 0), "producers": 2, "attention_sink": False},
+    {"draft_layers": 0},
+    {"draft_layers": 2},
+]
+GEOMETRIES = [
+    zos.RingGeometry(1, 0),
+    zos.RingGeometry(2, 1, 4),
+    zos.RingGeometry(12, 3, 16),
+    zos.RingGeometry(13, 16, 64),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_models_of_any_shape(device: str, shape: dict[str, object], seed: int) -> None:
+    """Neither a number of layers, a ratio, a half without consumers nor a window is taken for granted."""
+    rng = np.random.default_rng(seed)
+    model = tiny_model(device, seed, GEOMETRIES[rng.integers(len(GEOMETRIES))], **shape)
+    prompts = random_prompts(4, 40, rng)
+    _, generations = generate(model, prompts, 15, max_batch=2, chunk=int(rng.integers(1, 30)), prefill_rows=2)
+    for generation in generations:
+        assert_dense_greedy(model, generation)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "message"),
+    [
+        ([], 5, "0 ids and 5 tokens"),
+        ([1] * 46, 5, "46 ids and 5 tokens"),
+        ([1], 0, "tokens=0"),
+        ([1, 256], 5, r"prompt\[1\]=256"),
+        ([-1], 5, r"prompt\[0\]=-1"),
+        ([1.5], 5, r"prompt\[0\]=1.5"),
+        ("text", 5, r"prompt\[0\]=.t"),
+    ],
+)
+def test_bad_prompts_are_refused(prompt: object, tokens: int, message: str) -> None:
+    """An id that the embedding lacks would fail on the device, with every other sequence."""
+    generator = Generator(tiny_model("cpu", 0), max_length=50, max_batch=1)
+    with pytest.raises(ValueError, match=message):
+        generator.submit(prompt, tokens)  # type: ignore[arg-type]
+    assert not generator.pending
+
+
+@pytest.mark.parametrize("name", ["max_length", "max_batch", "chunk", "prefill_rows"])
+def test_sizes_are_named(name: str) -> None:
+    """A size of 0 is refused by its own name."""
+    with pytest.raises(ValueError, match=f"{name}=0"):
+        Generator(tiny_model("cpu", 0), **{"max_length": 50, name: 0})
 
 
 def test_preempted_sequences_go_on_where_they_were(device: str, seed: int) -> None:

@@ -241,7 +241,7 @@ class StateStore(ABC):
             return self._remove(name)
 
     def close(self) -> None:  # noqa: B027  (not every back end holds something)
-        """Give back what the back end holds; nothing that was put is lost."""
+        """Give back what the back end holds; nothing that was put is lost, and a later call takes it again."""
 
     # ---- what a back end is -----------------------------------------------------------------------------------------------------
 

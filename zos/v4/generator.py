@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zos.arguments import whole_number
 from zos.loop import DecodeLoop
 from zos.mailbox import StepRecord
 from zos.service import MetadataService
@@ -71,6 +72,9 @@ class Generator:
         tail: bool = False,
     ) -> None:
         config, device = model.config, model.head.weight.device
+        sizes = {"max_length": max_length, "max_batch": max_batch, "chunk": chunk, "prefill_rows": prefill_rows}
+        for name, size in sizes.items():
+            whole_number(name, size, 1)
         self._tail = tail
         self.model, self.chunk, self.prefill_rows = model, chunk, min(prefill_rows, max_batch)
         self.service = MetadataService(
@@ -91,11 +95,19 @@ class Generator:
         self._free = deque(range(max_batch))
 
     def submit(self, prompt: Sequence[int], tokens: int) -> Generation:
-        """Ask for `tokens` tokens after a prompt of one id or more; `run_step` works on it."""
-        room = self.state.prompts.shape[1]
-        if not prompt or tokens < 1 or len(prompt) + tokens > room:
+        """Ask for `tokens` tokens after a prompt of one id or more; `run_step` works on it.
+
+        Raises
+        ------
+        ValueError
+            The prompt and its tokens have no room, or an id is none of the vocabulary.
+        """
+        room, last_id = self.state.prompts.shape[1], self.model.config.vocabulary - 1
+        tokens = whole_number("tokens", tokens, 1)
+        if not 1 <= len(prompt) <= room - tokens:
             raise ValueError(f"a prompt of {len(prompt)} ids and {tokens} tokens: 1 or more of both, {room} together")
-        self._waiting.append(Generation(list(prompt), tokens))
+        ids = [whole_number(f"prompt[{place}]", token, 0, last_id) for place, token in enumerate(prompt)]
+        self._waiting.append(Generation(ids, tokens))
         return self._waiting[-1]
 
     @property
