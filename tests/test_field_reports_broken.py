@@ -269,11 +269,11 @@ def missing_history_is_not_written(patch: Patch) -> None:
 def another_stream_stays_current(patch: Patch) -> None:
     """A call leaves what it had made current."""
 
-    def commit(real: Any, svc: zos.MetadataService, *arguments: Any) -> None:
+    def check(real: Any, svc: zos.MetadataService) -> None:
         torch.cuda.set_stream(torch.cuda.Stream())
-        real(svc, *arguments)
+        real(svc)
 
-    method(patch, "commit", commit)
+    method(patch, "check", check)
 
 
 def values_are_cut_to_their_width(patch: Patch) -> None:

@@ -46,12 +46,13 @@ def random_sizes(rng: np.random.Generator) -> Setup:
 
 def test_any_sizes(device: str, seed: int) -> None:
     """No path takes a window of 128, a power of two, or a ring with room for granted."""
-    rng = np.random.default_rng(seed)
+    rng, rows = np.random.default_rng(seed), 0
     for _ in range(SETUPS_DRAWN):
         setup = random_sizes(rng)
         one = Round(Rig.make(setup, (device,)), rng, judged=True)  # raises Mismatch
         one.run()
-        assert one.cases, f"no row was prepared with {setup}"
+        rows += one.cases
+    assert rows > SETUPS_DRAWN
 
 
 def test_one_state(device: str) -> None:

@@ -179,7 +179,7 @@ class ServiceMachine(RuleBasedStateMachine):
         if hasattr(self, "twins"):
             for slot in range(SLOTS):
                 self.twins.read(slot)
-            assert torch.equal(self.svc.table.records, torch.from_numpy(self.twins.oracle.records_array()))
+            assert torch.equal(self.svc.table.records.cpu(), torch.from_numpy(self.twins.oracle.records_array()))
 
 
 TestService = ServiceMachine.TestCase
