@@ -35,24 +35,29 @@ SHARES = {
 }  # of replays before which it happens
 
 
-class _Churn:
+class Churned:
     """A loop under churn, and a model of its table that learns of nothing but the calls made and the records read."""
 
-    def __init__(self, rng: np.random.Generator) -> None:
+    def __init__(
+        self, rng: np.random.Generator, rows: int | None = None, device: str = "cpu", records: int = RECORDS
+    ) -> None:
         self.rng = rng
-        capacity, rows = int(rng.integers(2, 14)), int(rng.integers(1, 7))
+        capacity, few = int(rng.integers(2, 14)), int(rng.integers(1, 7))
         each = int(rng.choice([1, 1, 3]))
-        self.svc = zos.MetadataService(capacity, rows, device="cpu", max_prefill_tokens=8, compression_ratios=())
-        self.acceptance = AcceptanceModel(0.6, seed=int(rng.integers(2**31)), draft_tokens=5)
-        self.loop = zos.DecodeLoop(self.svc, self.step, steps_per_replay=each, records=RECORDS)
+        if rows is not None:
+            capacity, few = 2 * rows, rows
+        self.svc = zos.MetadataService(capacity, few, device=device, max_prefill_tokens=8, compression_ratios=())
+        self.acceptance = AcceptanceModel(0.6, int(rng.integers(2**31)), 5, self.svc.device)
+        self.loop = zos.DecodeLoop(self.svc, self.step, steps_per_replay=each, records=records)
         self.model = CommitOracle(capacity, 6, 8, carry_tokens=False)
-        self.publish = self.svc.attach_mailbox(0, RECORDS).publish
-        self.svc.slot(0).mailbox.publish = self.publish_now_and_then  # type: ignore[union-attr, assignment]
+        self.publish = self.svc.attach_mailbox(0, records).publish
+        if device == "cpu":  # a captured step publishes by itself
+            self.svc.slot(0).mailbox.publish = self.publish_now_and_then  # type: ignore[union-attr, assignment]
         self.log: deque[tuple[Any, ...]] = deque()  # calls in the order in which the device sees them, and steps
         self.unlaunched: list[tuple[Any, ...]] = []  # calls that no launch has taken along
         self.requests: list[Request] = []
         self.rows: np.ndarray | None = None  # batch after the last record checked
-        self.steps_run = self.steps_checked = 0
+        self.steps_checked = self.rows_checked = 0  # rows that held a sequence which could run
         self.loop.poll()  # from now on the loop waits for its reader
         for name in ("admit", "release", "reset", "pause", "resume", "set_batch"):
             self.follow(name)
@@ -73,9 +78,6 @@ class _Churn:
 
     def step(self, metadata: zos.DecodeMetadata) -> zos.StepResult:
         """Keep by the acceptance model; now and then a sequence ends, or a count is out of range."""
-        self.log += [*self.unlaunched, ("step",)]
-        self.unlaunched = []
-        self.steps_run += 1
         tickets = metadata.tickets.long()
         kept, ends = self.result(tickets, self.acceptance.step(metadata))
         return zos.StepResult(kept.to(torch.int32), ends)
@@ -100,20 +102,36 @@ class _Churn:
             for request in self.those(RequestState.PREEMPTED):
                 self.loop.resume(request)
             self.replay()
-        self.publish()
-        self.check(self.loop.drain())
-        self.svc.flush()
-        self.log += self.unlaunched
-        self.apply_calls()
-        assert not self.log, "steps without a record"
-        assert_bitwise_equal(self.svc.table.records, self.model.records_array(), "records")
+        self.compare()
         lower, upper = self.svc.bounds(range(self.svc.capacity))
         assert (lower == upper).all() and (lower == as_array(self.svc.table.q_start)).all()
         assert self.svc.counters()["stale"] == self.svc.counters()["duplicate"] == 0
 
+    def compare(self) -> None:
+        """Once every record is read the table must be the model's."""
+        self.publish()
+        self.check(self.loop.drain())
+        self.svc.flush()
+        self.log += self.unlaunched
+        self.unlaunched = []
+        self.apply_calls()
+        assert not self.log, "steps without a record"
+        assert_bitwise_equal(self.svc.table.records, self.model.records_array(), "records")
+
+    @property
+    def steps_run(self) -> int:
+        return self.loop.steps_launched
+
+    def launch(self) -> None:
+        """Replay once; the calls made so far take effect before its first step."""
+        before = self.steps_run
+        self.loop.run()
+        self.log += [*self.unlaunched, *[("step",)] * (self.steps_run - before)]
+        self.unlaunched = []
+
     def replay(self) -> None:
         try:
-            self.loop.run()
+            self.launch()
         except zos.MailboxFullError:
             self.publish()
         except ValueError as error:  # nothing was submitted so far
@@ -193,6 +211,7 @@ class _Churn:
                 tickets[row] = (
                     (state_id, its["generation"], its["q_start"], its["seqlen_q"]) if live else (-1, 0, state_id, 0)
                 )
+            self.rows_checked += int((tickets[:, 0] >= 0).sum())
             kept, ends = self.result(tickets, self.acceptance.num_kept(tickets))
             outcomes = np.array(self.model.commit(tickets.tolist(), kept.tolist(), ends.tolist()), np.int32).reshape(
                 -1, 5
@@ -211,7 +230,7 @@ def test_churn(seed: int) -> None:
     """A step that counts twice or never, a request that is never over, a slot given to two: each would show in the model."""
     steps = 0
     while steps < STEPS:
-        churn = _Churn(np.random.default_rng([seed, steps]))
+        churn = Churned(np.random.default_rng([seed, steps]))
         churn.run(min(STEPS_OF_A_HISTORY, STEPS))
         steps += churn.steps_run
 
@@ -262,4 +281,4 @@ def test_planted_faults_are_found(fault: Any, seed: int, monkeypatch: pytest.Mon
     fault(monkeypatch)
     with pytest.raises(AssertionError):
         for number in range(STEPS_OF_A_HISTORY):
-            _Churn(np.random.default_rng([seed, number])).run(STEPS_OF_A_HISTORY)
+            Churned(np.random.default_rng([seed, number])).run(STEPS_OF_A_HISTORY)
