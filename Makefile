@@ -15,7 +15,7 @@ EXTRAS := test,dev,bench
 CONSTRAINTS := -c constraints.txt
 endif
 
-.PHONY: venv replay test lint gpu cubins fuzz
+.PHONY: venv replay test lint gpu cubins fuzz fuzz-inputs soak
 
 venv: $(VENV)/.ready
 
@@ -47,3 +47,12 @@ cubins: venv
 EXAMPLES ?= 2000
 fuzz: venv
 	ZOS_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -q tests/test_state_machine.py
+
+# Anything at all from outside: traces, exports, stored states, arguments, tensors; fresh examples for so many seconds.
+ZOS_FUZZ_SECONDS ?= 3600
+fuzz-inputs: venv
+	ZOS_FUZZ_SECONDS=$(ZOS_FUZZ_SECONDS) $(BIN)/python -m pytest -q tests/test_outside_inputs.py
+
+# A loop under churn for long, on this machine's python3 where there is a GPU: memory, drift, throughput. SOAK="--json out.json".
+soak: $(if $(GPU),,venv)
+	$(if $(GPU),$(PYTHON),$(BIN)/python) -m tests.soak $(SOAK)

@@ -166,6 +166,8 @@ def soak(device: str, rows: float, seconds: float, seed: int, fault: str | None 
     soaked.submit()
     if device != "cpu":
         soaked.loop.capture()
+    gc.collect()
+    gc.freeze()  # or each collection would look through all that torch has
     samples: list[dict[str, float]] = []
     faults = []
     try:
