@@ -8,19 +8,20 @@ import itertools
 import json
 import re
 import statistics
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zos.cli import InputError
+from zos.cli import InputError, plain
 from zos.cli.nsys_export import Activity, Call, Export, read_export
 from zos.cli.options import check_output
 
 STEP = "zos.step"
 WORST = 3  # gaps that are told apart
 TOP_KERNELS = 8
+NAME = 44  # characters of a name in messages and reports
 GRAPH_LAUNCH = re.compile(r"(cuda|cu)GraphLaunch")
 # What a call is, by its name. The synchronisation table is not used: the kinds that it gives are not those of its calls.
 KINDS = (
@@ -71,14 +72,18 @@ def find_steps(export: Export, name: str | None) -> tuple[list[Step], str]:
         bounds = [(span.start, span.end, span.thread) for span in ranges]
         how = f"NVTX ranges {wanted}"
     elif name is not None or not launches:
-        names = ", ".join(sorted({span.name for span in export.ranges})[:10]) or "none"
+        names = ", ".join(plain(name, NAME) for name in sorted({span.name for span in export.ranges})[:10]) or "none"
         raise InputError(f"no NVTX range {wanted} and no graph launch to tell steps by (--step NAME); ranges: {names}")
     else:
         # From one launch to the next of the thread; the last step has its launch alone.
+        starts_of = defaultdict[int, list[int]](list)
+        for launch in launches:
+            starts_of[launch.thread].append(launch.start)
         bounds = []
         for launch in launches:
-            later = (other.start for other in launches if other.thread == launch.thread and other.start > launch.start)
-            bounds.append((launch.start, next(later, launch.end), launch.thread))
+            its = starts_of[launch.thread]
+            after = bisect.bisect_right(its, launch.start)
+            bounds.append((launch.start, its[after] if after < len(its) else launch.end, launch.thread))
         how = "graph launches"
     starts = [call.start for call in export.calls]
     steps, of_call = [], {}
@@ -156,7 +161,7 @@ def _host_during(export: Export, steps: Sequence[Step], number: int, begin: int,
         if call.start >= end:
             break
         overlaps[call.name] += max(0, min(call.end, end) - max(call.start, begin))
-    inside = [f"{name} {time / 1e3:.1f} µs" for name, time in overlaps.most_common(2) if time > 0]
+    inside = [f"{plain(name, NAME)} {time / 1e3:.1f} µs" for name, time in overlaps.most_common(2) if time > 0]
     outside = (end - begin - sum(overlaps.values())) / 1e3
     next_call = next((call for call in steps[number + 1].calls if GRAPH_LAUNCH.match(call.name)), None)
     late = (
@@ -250,7 +255,7 @@ def report(found: dict[str, Any]) -> list[str]:
         lines.append(f"gap of {gap['us']:.1f} µs after step {gap['after_step']}: {gap['host']}")
     for kernel in found["kernels"]:
         lines.append(
-            f"{kernel['name'][:44]:<46}{kernel['count']:>7} x{kernel['median_us']:>9.2f} µs, most {kernel['max_us']:.2f}"
+            f"{plain(kernel['name'][:NAME], NAME):<46}{kernel['count']:>7} x{kernel['median_us']:>9.2f} µs, most {kernel['max_us']:.2f}"
         )
     lines += [f"offence: {offence}" for offence in found["offences"]] or [
         "no offence: one graph launch a step, nothing else"

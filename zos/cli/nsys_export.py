@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
-from zos.cli import InputError
+from zos.cli import InputError, plain, short
 
 COPY_KINDS = {1: "host to device", 2: "device to host", 8: "device to device", 9: "host to host", 10: "peer to peer"}
 LARGEST_TIME = 2**63 - 1
@@ -51,7 +51,7 @@ def read_export(path: Path) -> Export:
         with sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True) as database:
             return _read(_Tables(database, path))
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
-        raise InputError(f"{path}: not a readable sqlite export of Nsight Systems: {error}") from None
+        raise InputError(f"{path}: not a readable sqlite export of Nsight Systems: {plain(str(error))}") from None
 
 
 class _Tables:
@@ -125,11 +125,11 @@ def _spans(tables: _Tables, table: str, optional: dict[str, object]) -> list[tup
         if end is None:
             continue
         if not isinstance(start, int) or not isinstance(end, int) or not 0 <= start <= end <= LARGEST_TIME:
-            raise InputError(f"{tables._path}: table {table} has a row from {start!r} to {end!r}")
+            raise InputError(f"{tables._path}: table {table} has a row from {short(start)} to {short(end)}")
         numbers = [column for column, default in optional.items() if isinstance(default, int)]
         values = dict(zip(optional, rest, strict=True))
         for column in numbers:
             if not isinstance(values[column], int):
-                raise InputError(f"{tables._path}: table {table}, column {column} holds {values[column]!r}")
+                raise InputError(f"{tables._path}: table {table}, column {column} holds {short(values[column])}")
         found.append((start, end, *rest))
     return found

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from zos.arguments import INT32_LARGEST
-from zos.cli import InputError
+from zos.cli import InputError, short
 from zos.geometry import RingGeometry
 
 AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
@@ -19,7 +19,6 @@ MOONCAKE_KEYS = ("timestamp", "input_length", "output_length")  # hash_ids may b
 LARGEST_MS = 2**53  # beyond it a float has no room for whole milliseconds
 LARGEST_LENGTH = INT32_LARGEST - RingGeometry().tokens_per_step  # the last step's drafts stand past the end
 TOO_MANY_DIGITS = len(str(LARGEST_LENGTH)) + 1
-SHOWN_CHARACTERS = 40
 
 
 @dataclass(frozen=True)
@@ -148,13 +147,13 @@ def _moment(stamp: str) -> datetime:
             return datetime.fromisoformat(stamp)
     except ValueError:
         pass
-    raise ValueError(f"bad TIMESTAMP {_short(stamp)}: expected YYYY-MM-DD HH:MM:SS.ffffff")
+    raise ValueError(f"bad TIMESTAMP {short(stamp)}: expected YYYY-MM-DD HH:MM:SS.ffffff")
 
 
 def _whole_number(name: str, text: str) -> int:
     # int() alone would take underscores and other scripts' digits, and refuse very long numbers in its own words
     if not re.fullmatch(r"[+-]?[0-9]+", text):
-        raise ValueError(f"{name}={_short(text)} is no whole number")
+        raise ValueError(f"{name}={short(text)} is no whole number")
     value = int(text.lstrip("+-0")[:TOO_MANY_DIGITS] or "0")
     return -value if text.startswith("-") else value
 
@@ -165,16 +164,16 @@ def _mooncake_request(text: str) -> Request:
     except (ValueError, RecursionError) as error:
         raise ValueError(f"bad JSON: {error}") from None
     if not isinstance(entry, dict):
-        raise ValueError(f"{_short(entry)} is no JSON object")
+        raise ValueError(f"{short(entry)} is no JSON object")
     missing = [key for key in MOONCAKE_KEYS if key not in entry]
     if missing:
         raise ValueError(f"missing key {', '.join(missing)}")
     when = entry[MOONCAKE_KEYS[0]]
     if type(when) not in (int, float) or not 0 <= when < LARGEST_MS:  # NaN is not in it either
-        raise ValueError(f"bad timestamp {_short(when)}: expected milliseconds")
+        raise ValueError(f"bad timestamp {short(when)}: expected milliseconds")
     hash_ids = entry.get("hash_ids", [])
     if not isinstance(hash_ids, list) or not all(type(block) is int for block in hash_ids):
-        raise ValueError(f"hash_ids={_short(hash_ids)} is no list of whole numbers")
+        raise ValueError(f"hash_ids={short(hash_ids)} is no list of whole numbers")
     return _request(float(when), {key: entry[key] for key in MOONCAKE_KEYS[1:]}, tuple(hash_ids))
 
 
@@ -182,16 +181,11 @@ def _request(arrival_ms: float, lengths: dict[str, Any], hash_ids: tuple[int, ..
     """Make a request of its prompt's and its output's length by name, in this order."""
     for name, value in lengths.items():
         if type(value) is not int:  # a bool is an int to isinstance
-            raise ValueError(f"{name}={_short(value)} is no whole number")
+            raise ValueError(f"{name}={short(value)} is no whole number")
         if value < 0:
-            raise ValueError(f"{name}={_short(value)} is negative")
+            raise ValueError(f"{name}={short(value)} is negative")
     prompt, output = lengths.values()
     for name, value in {**lengths, " + ".join(lengths): prompt + output}.items():
         if value > LARGEST_LENGTH:
-            raise ValueError(f"{name}={_short(value)} exceeds {LARGEST_LENGTH}: positions are int32")
+            raise ValueError(f"{name}={short(value)} exceeds {LARGEST_LENGTH}: positions are int32")
     return Request(arrival_ms, prompt, output, hash_ids)
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= SHOWN_CHARACTERS else f"{shown[:SHOWN_CHARACTERS]}…"
