@@ -35,8 +35,8 @@ LOADS = (96, 24, 60, 5, 40, 128)  # requests that are kept waiting or running, o
 REPLAYS_OF_A_LOAD = 50
 SAMPLES = 60
 WARM_UP = 1 / 6  # share of the samples that bounds do not judge: caches fill, graphs are captured
-HOST_GROWTH_BYTES = 8 << 20  # allowed over all samples after the warm-up, by least squares
-DEVICE_GROWTH_BYTES = 2 << 20
+# Allowed over all samples after the warm-up, by least squares
+GROWTH_BYTES = {"host": 8 << 20, "device": 2 << 20, "tensor": 64 << 10}
 LEAST_RATIO = 0.8  # throughput of the last third of the samples by that of the first
 PAGE_BYTES = resource.getpagesize()
 OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
@@ -123,17 +123,13 @@ def planted(soaked: Soaked, fault: str, is_late: Callable[[], bool]) -> Callable
     return {"leak": leak, "drift": drift, "slow": slow}[fault]
 
 
-def host_bytes() -> int:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
-
-
-def device_bytes(device: str) -> int:
-    """Memory in use on the device, whoever uses it; 0 on the CPU."""
-    if device == "cpu":
-        return 0
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+def memory_in_use(device: str) -> dict[str, int]:
+    """Bytes by place: resident of this process; of the device, whoever uses it; of torch's tensors there."""
+    used = {"host": int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES}
+    if device != "cpu":
+        free, total = torch.cuda.mem_get_info()
+        used |= {"device": total - free, "tensor": torch.cuda.memory_allocated()}
+    return used
 
 
 def soak(device: str, rows: float, seconds: float, seed: int, fault: str | None = None) -> dict[str, Any]:
@@ -180,8 +176,7 @@ def soak(device: str, rows: float, seconds: float, seed: int, fault: str | None 
                     {
                         "rows": soaked.rows_checked,
                         "library_s": round(soaked.seconds, 4),
-                        "host_bytes": host_bytes(),
-                        "device_bytes": device_bytes(device),
+                        **{f"{place}_bytes": used for place, used in memory_in_use(device).items()},
                     }
                 )
         soaked.compare()
@@ -214,7 +209,7 @@ def judged(samples: Sequence[dict[str, float]]) -> dict[str, Any]:
         return {}
     rows = np.array([sample["rows"] for sample in after]) / 1e6
     figures: dict[str, Any] = {}
-    for place in ("host", "device"):
+    for place in (place for place in GROWTH_BYTES if f"{place}_bytes" in after[0]):
         used = np.array([sample[f"{place}_bytes"] for sample in after])
         slope = float(np.polyfit(rows, used, 1)[0])
         figures[f"{place}_bytes_per_million_rows"] = round(slope)
@@ -235,8 +230,8 @@ def judged(samples: Sequence[dict[str, float]]) -> dict[str, Any]:
 def broken(figures: dict[str, Any]) -> list[str]:
     """Bounds that figures break."""
     faults = []
-    for place, most in (("host", HOST_GROWTH_BYTES), ("device", DEVICE_GROWTH_BYTES)):
-        growth = figures[f"{place}_growth_bytes"]
+    for place, most in GROWTH_BYTES.items():
+        growth = figures.get(f"{place}_growth_bytes", 0)
         if growth > most:
             slope = figures[f"{place}_bytes_per_million_rows"]
             faults.append(f"leak: {place} memory grew by {growth} B ({slope} B a million rows), more than {most}")
