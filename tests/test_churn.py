@@ -73,6 +73,7 @@ class Churned:
         setattr(self.svc, name, followed)
 
     def publish_now_and_then(self) -> None:
+        """Publish what a step left, or let the host wait."""
         if self.rng.random() < 0.5:  # the host learns of steps late, as of a device that runs ahead
             self.publish()
 
@@ -120,6 +121,7 @@ class Churned:
 
     @property
     def steps_run(self) -> int:
+        """Steps launched."""
         return self.loop.steps_launched
 
     def launch(self) -> None:
@@ -130,6 +132,7 @@ class Churned:
         self.unlaunched = []
 
     def replay(self) -> None:
+        """Launch, and now and then look at records and bounds."""
         try:
             self.launch()
         except zos.MailboxFullError:
@@ -144,13 +147,16 @@ class Churned:
             assert (lower <= truth).all() and (truth <= upper).all(), f"{lower} <= {truth} <= {upper}"
 
     def those(self, state: RequestState) -> list[Request]:
+        """Requests in a state."""
         return [request for request in self.requests if request.state is state]
 
     def one(self, *states: RequestState) -> Request | None:
+        """One of the requests in these states."""
         found = [request for request in self.requests if request.state in states]
         return found[self.rng.integers(len(found))] if found else None
 
     def submit(self) -> None:
+        """A request arrives, unless very many wait."""
         if self.loop.pending < 2 * self.svc.capacity:
             q_start = int(self.rng.integers(0, 200))
             stop_at = int(self.rng.choice([0, q_start + 1 + self.rng.integers(0, 120)]))
@@ -158,21 +164,25 @@ class Churned:
             self.requests.append(self.loop.submit(q_start=q_start, stop_at=stop_at))
 
     def cancel(self) -> None:
+        """One is given up."""
         request = self.one(RequestState.WAITING, RequestState.RUNNING, RequestState.PREEMPTED)
         if request is not None:
             self.loop.cancel(request)
 
     def preempt(self) -> None:
+        """One has to rest."""
         request = self.one(RequestState.RUNNING)
         if request is not None:
             self.loop.preempt(request)
 
     def resume(self) -> None:
+        """One that rests goes on."""
         request = self.one(RequestState.PREEMPTED)
         if request is not None:
             self.loop.resume(request)
 
     def reset(self) -> None:
+        """One starts over."""
         request = self.one(RequestState.RUNNING, RequestState.PREEMPTED)
         if request is not None:
             self.svc.reset(request.state_id)  # type: ignore[arg-type]

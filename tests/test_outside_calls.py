@@ -97,7 +97,7 @@ def refused(call: Callable[[], Any]) -> bool:
 
 
 def test_any_argument(device: str) -> None:
-    """A call with nonsense names it and stages nothing; whatever was taken, the next step runs, and other states are as they were."""
+    """A call with nonsense names it and stages nothing; whatever was taken, a batch of other sequences is prepared and committed."""
 
     def check(name: str, data: Any) -> None:
         svc = zos.MetadataService(8, 4, GEOMETRY, device, 16, carry_tokens=True, metadata_slots=2)

@@ -1,4 +1,4 @@
-"""Test that any file at all (a trace, a profile's export, a stored state) is taken or refused by name, and that no other is touched.
+"""Test that any file at all (a trace, a profile's export, a stored state) is taken or refused by name, and no other is touched.
 
 Here are whole files and the commands that read them, arbitrary and as edits of real ones; test_traces.py, test_audit.py and
 test_store_format.py have the single rules. `make fuzz-inputs` runs it for an hour.
@@ -192,7 +192,9 @@ def test_exports(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
 
 # ---- stored states --------------------------------------------------------------------------------------------------------------
 
-KEYS = st.one_of(st.text(max_size=30), st.binary(max_size=30), st.sampled_from(["", "../../x", "/", "a\0b", "\ud800", b""]))
+KEYS = st.one_of(
+    st.text(max_size=30), st.binary(max_size=30), st.sampled_from(["", "../../x", "/", "a\0b", "\ud800", b""])
+)
 
 
 def test_stored_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

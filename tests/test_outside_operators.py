@@ -1,4 +1,4 @@
-"""Test that operators take any tensors or refuse them by name: other shapes, dtypes, strides, devices and numbers, and any contents.
+"""Test that operators take any tensors or refuse them by name: of other shapes, dtypes, strides and devices, with any contents.
 
 Every tensor lies between bytes that are watched: what is written outside shows, and so does a change of an input.
 """

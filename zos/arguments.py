@@ -30,7 +30,7 @@ def flag(name: str, value: Any) -> bool:
 
 
 def duration(name: str, value: Any) -> float:
-    """Return `value` as seconds; raise ValueError naming the argument unless it is a number of 0 or more: NaN would never be over."""
+    """Return `value` as seconds; raise ValueError naming the argument unless it is a number of 0 or more: NaN never ends."""
     number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
     if not number >= 0:
         raise ValueError(f"{name}={value!r} is no number of seconds, 0 or more")

@@ -254,9 +254,11 @@ def report(found: dict[str, Any]) -> list[str]:
     for gap in found["worst_gaps"]:
         lines.append(f"gap of {gap['us']:.1f} µs after step {gap['after_step']}: {gap['host']}")
     for kernel in found["kernels"]:
-        lines.append(
-            f"{plain(kernel['name'][:NAME], NAME):<46}{kernel['count']:>7} x{kernel['median_us']:>9.2f} µs, most {kernel['max_us']:.2f}"
+        name, times = (
+            plain(kernel["name"][:NAME], NAME),
+            f"x{kernel['median_us']:>9.2f} µs, most {kernel['max_us']:.2f}",
         )
+        lines.append(f"{name:<46}{kernel['count']:>7} {times}")
     lines += [f"offence: {offence}" for offence in found["offences"]] or [
         "no offence: one graph launch a step, nothing else"
     ]

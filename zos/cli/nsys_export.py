@@ -92,10 +92,10 @@ def _read(tables: _Tables) -> Export:
         raise InputError(f"{tables._path}: no table StringIds: not an export of Nsight Systems")
     strings = {number: str(value) for number, value in tables.rows("StringIds", ("id", "value"), {})}
     work: list[Activity] = []
-    for start, end, short, long, correlation in _spans(
+    for start, end, name, long_name, correlation in _spans(
         tables, "CUPTI_ACTIVITY_KIND_KERNEL", {"shortName": -1, "demangledName": -1, "correlationId": -1}
     ):
-        work.append(Activity(start, end, strings.get(short) or strings.get(long, "a kernel"), 0, correlation))
+        work.append(Activity(start, end, strings.get(name) or strings.get(long_name, "a kernel"), 0, correlation))
     for start, end, kind, size, correlation in _spans(
         tables, "CUPTI_ACTIVITY_KIND_MEMCPY", {"copyKind": 0, "bytes": 0, "correlationId": -1}
     ):
