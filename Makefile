@@ -51,7 +51,7 @@ fuzz: venv
 # Anything at all from outside: traces, exports, stored states, arguments, tensors; fresh examples for so many seconds.
 ZOS_FUZZ_SECONDS ?= 3600
 fuzz-inputs: venv
-	ZOS_FUZZ_SECONDS=$(ZOS_FUZZ_SECONDS) $(BIN)/python -m pytest -q tests/test_outside_inputs.py tests/test_outside_calls.py
+	ZOS_FUZZ_SECONDS=$(ZOS_FUZZ_SECONDS) $(BIN)/python -m pytest -q tests/test_outside_*.py
 
 # A loop under churn for long, on this machine's python3 where there is a GPU: memory, drift, throughput. SOAK="--json out.json".
 soak: $(if $(GPU),,venv)

@@ -22,7 +22,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 SECONDS = float(os.environ.get("ZOS_FUZZ_SECONDS", "0"))
-PROPERTIES = 10  # that share the time: calls of `fuzz` in test_outside_*.py
+PROPERTIES = 7  # that share the time, on a CPU: calls of `fuzz` in test_outside_*.py
 LONGEST_EXAMPLE_S = 20
 EXAMPLES_A_ROUND = 300  # of a run by time
 NAMED = (ValueError, IndexError, TypeError)  # and what zos.errors derives from them

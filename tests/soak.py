@@ -40,7 +40,7 @@ GROWTH_BYTES = {"host": 8 << 20, "device": 2 << 20, "tensor": 64 << 10}
 LEAST_RATIO = 0.8  # throughput of the last third of the samples by that of the first
 PAGE_BYTES = resource.getpagesize()
 OVER = (RequestState.FINISHED, RequestState.FAILED, RequestState.CANCELLED)
-PLANTED_LEAK_BYTES = 1 << 14  # a step
+PLANTED_LEAK_BYTES = 1 << 16  # a replay
 PLANTED_DELAY_S = 2e-3  # a replay, from the middle on
 
 

@@ -97,7 +97,7 @@ def refused(call: Callable[[], Any]) -> bool:
 
 
 def test_any_argument(device: str) -> None:
-    """A call with nonsense names it and stages nothing; whatever was taken, a batch of other sequences is prepared and committed."""
+    """A call with nonsense names it and stages nothing; whatever was taken, a batch of others is prepared and committed."""
 
     def check(name: str, data: Any) -> None:
         svc = zos.MetadataService(8, 4, GEOMETRY, device, 16, carry_tokens=True, metadata_slots=2)
@@ -130,7 +130,7 @@ def test_any_argument(device: str) -> None:
         svc.drain()
         assert metadata.positions.tolist() == [0, 1, 0, 1] and svc.table.q_start[:2].tolist() == [2, 2]
 
-    fuzz(check, 400, st.sampled_from(list(CALLS)), st.data())
+    fuzz(check, 1000, st.sampled_from(list(CALLS)), st.data())
 
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
@@ -167,4 +167,4 @@ def test_any_size() -> None:
             arguments = {"device": "cpu", **arguments}
         refused(lambda: CONSTRUCTORS[name](**arguments))
 
-    fuzz(check, 400, st.sampled_from(list(CONSTRUCTORS)), st.data())
+    fuzz(check, 600, st.sampled_from(list(CONSTRUCTORS)), st.data())

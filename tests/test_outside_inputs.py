@@ -113,7 +113,7 @@ def test_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch:
             if sum(request.prompt_tokens + request.output_tokens for request in requests) <= REPLAYED_TOKENS:
                 run(capsys, "replay", path, "--device=cpu", "--check=off")
 
-    fuzz(check, 250, TRACES, st.sampled_from([".csv", ".jsonl", ""]))
+    fuzz(check, 600, TRACES, st.sampled_from([".csv", ".jsonl", ""]))
 
 
 # ---- exports of profiles --------------------------------------------------------------------------------------------------------
@@ -187,7 +187,7 @@ def test_exports(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
         except InputError:
             assert str(path) in message
 
-    fuzz(check, 150, st.data())
+    fuzz(check, 400, st.data())
 
 
 # ---- stored states --------------------------------------------------------------------------------------------------------------
@@ -238,4 +238,4 @@ def test_stored_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert key_bytes(wanted) == key_bytes(key) and path.read_bytes() == original
         assert torch.equal(cache.stored(state_id), cache.stored(0))
 
-    fuzz(check, 120, st.data())
+    fuzz(check, 200, st.data())

@@ -38,7 +38,7 @@ def test_sound(device: str, tmp_path: Path, seed: int) -> None:
 
 
 def test_planted_leak(device: str, tmp_path: Path, seed: int) -> None:
-    """16 KiB that each step holds on to are found, by the place where they are, with exit code 1."""
+    """64 KiB that each replay holds on to are found, by the place where they are, with exit code 1."""
     code, found = soaked(device, tmp_path, f"--seed={seed}", "--plant=leak")
     place = "host" if device == "cpu" else "tensor"
     assert code == 1
