@@ -51,7 +51,7 @@ fuzz: venv
 # Traces, profiles, stored states and arguments of any kind, for so many seconds.
 SECONDS ?= 3600
 fuzz-inputs: venv
-	ZOS_FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -q tests/test_outside_inputs.py
+	ZOS_FUZZ_SECONDS=$(SECONDS) $(BIN)/python -m pytest -q tests/test_outside_*.py
 
 # One change at a time in the ring's arithmetic; none may survive its tests. Some three minutes.
 mutate: venv

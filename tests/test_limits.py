@@ -1,136 +1,275 @@
-"""Test that sizes at the ends of what is allowed are right on every path, and past them a named error."""
+"""Test that sizes at their limits are right or refused by name: nothing counts on a window of 128, a power of two or few rows.
+
+test_geometry.py, test_decode_metadata.py and test_cache.py have single rules; here whole steps (prepare, view, commit, prefill,
+tail) are held against the oracle for sizes from the least up, and bytes are moved beyond 4 GiB.
+"""
 
 from __future__ import annotations
 
-import re
+import mmap
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import zos
-from tests.reference import as_array, assert_bitwise_equal
-from tests.twins import Twins
-from zos.arguments import INT32_LARGEST
-from zos.cli.oracle_prefill import PrefillOracle
-from zos.cli.parity_round import Rig, Round
+from tests.reference import assert_bitwise_equal, assert_block_view, poison
+from zos.cli.compare import metadata_arrays
+from zos.cli.oracle_table import COLUMNS, LIVE
+from zos.cli.oracle_views import expected_tail
 from zos.cli.setups import Setup
-from zos.table import COLUMNS, RECORD_WORDS, Phase
 
-WINDOWS = (1, 2, 3, 31, 33, 127, 128, 129, 1000, 4096)
-RATIOS = (1, 2, 3, 5, 128, 1000, 1023, 1024)
-MOST_DRAFTS = 16
-SETUPS_DRAWN = 40
-LONG_BATCH = 65_537
-LARGEST_SLAB = 2**32  # bytes that 32 bits count
-
-
-def random_sizes(rng: np.random.Generator) -> Setup:
-    """Any window, drafts, ring and ratios; nothing a power of two more often than chance has it."""
-    window, drafts = int(rng.choice(WINDOWS)), int(rng.integers(0, MOST_DRAFTS + 1))
-    step, least = drafts + 1, window + drafts
-    ring = least + int(rng.choice([0, 1, step, rng.integers(0, 2 * window + 1)]))
-    ratios = rng.choice(RATIOS, rng.integers(0, 3), replace=False).tolist()
-    return Setup(
-        zos.RingGeometry(window, drafts, ring),
-        str(rng.choice(["packed", "strided"])),
-        tuple(zos.CompressionRing(ratio, step, overlap=bool(rng.random() < 0.5)) for ratio in ratios),
-        carry_tokens=bool(rng.random() < 0.5),
-        max_prefill_tokens=int(rng.integers(1, 200)),
-        capacity=int(rng.choice([40, 300])),
-        max_batch=40,
-        snapshot_every=int(rng.choice([0, 1, window])),
-        records=int(rng.choice([0, 12])),
-    )
+LARGEST = 2**31 - 1  # position, and ring slot
+LARGEST_ROWS = 65_536
+RATIOS_AT_ONCE = 3
+LARGEST_RATIO = 1024
+WINDOWS = (1, 2, 3, 4, 5, 31, 32, 33, 63, 64, 65, 100, 127, 128, 129, 255, 257, 511, 1000, 1024, 2047, 4095, 4096)
+MAP_NORESERVE = 0x4000  # Linux: pages of a mapping are not even promised before they are written
+BEYOND = 4 << 30
 
 
-def test_any_sizes(device: str, seed: int) -> None:
-    """No path takes a window of 128, a power of two, or a ring with room for granted."""
-    rng, rows = np.random.default_rng(seed), 0
-    for _ in range(SETUPS_DRAWN):
-        setup = random_sizes(rng)
-        one = Round(Rig.make(setup, (device,)), rng, judged=True)  # raises Mismatch
-        one.run()
-        rows += one.cases
-    assert rows > SETUPS_DRAWN
+def records_at(setup: Setup, q_start: Any, **columns: Any) -> np.ndarray:
+    """A table of live sequences at these positions, whose next step is a full one: int32 [capacity, 16]."""
+    records = np.zeros((setup.capacity, len(COLUMNS)), np.int64)
+    columns = {
+        "seqlen_q": setup.geometry.tokens_per_step,
+        **columns,
+        "phase": LIVE,
+        "q_start": q_start,
+        "generation": 1,
+    }
+    for name, values in {**columns, "head": q_start}.items():
+        records[:, COLUMNS.index(name)] = values
+    return records.astype(np.int32)
 
 
-def test_one_state(device: str) -> None:
-    """One state, one row, one token, a ring of one."""
-    geometry = zos.RingGeometry(window=1, draft_tokens=0)
-    twins = Twins(device, capacity=1, max_batch=1, geometry=geometry, token_layout="packed", max_prefill_tokens=1)
-    twins.edit("admit", 0, prompt_end=2, chunk_q=1)
-    twins.set_batch([0])
-    twins.set_prefill_batch([0])
-    for prefill in (True, True, False, False):
-        step = twins.prepare(0, prefill)
-        twins.commit(step, [1])
-        twins.compare()
-    assert int(twins.svc.table.q_start[0]) == 4
-
-
-@pytest.mark.parametrize("token_layout", ["packed", "strided"])
-def test_long_batch(device: str, token_layout: str, seed: int) -> None:
-    """More rows than a launch's second dimension may have blocks."""
-    rng = np.random.default_rng(seed)
-    geometry = zos.RingGeometry(window=3, draft_tokens=1)
-    step = geometry.tokens_per_step
-    svc = zos.MetadataService(
-        LONG_BATCH, LONG_BATCH, geometry, device, token_layout=token_layout, compression_ratios=()
-    )
-    records = np.zeros((LONG_BATCH, RECORD_WORDS), np.int32)
-    records[:, COLUMNS["phase"]] = Phase.LIVE
-    records[:, COLUMNS["seqlen_q"]] = rng.integers(0, step + 1, LONG_BATCH)
-    records[:, COLUMNS["q_start"]] = rng.integers(0, INT32_LARGEST - step, LONG_BATCH)
+def assert_step(
+    setup: Setup, device: str, records: np.ndarray, ids: list[int], budget: int | None = None
+) -> zos.MetadataService:
+    """A decode step, its block view and its commit, then a prefill step and its tail: all as the oracle has them."""
+    svc, oracle = setup.service(device), setup.oracle()
+    step, rng = setup.geometry.tokens_per_step, np.random.default_rng(len(ids))
     svc.table.records.copy_(torch.from_numpy(records))
-    ids = rng.permutation(LONG_BATCH).astype(np.int32)
-    svc.set_batch(ids)
-    metadata = svc.prepare()
-    oracle = PrefillOracle(
-        LONG_BATCH, window=geometry.window, ring=geometry.ring, tokens_per_step=step, compression=[], max_prefill_tokens=1,
-        carry_tokens=False, snapshot_every=0,
-    )  # fmt: skip
     oracle.load_records(records)
-    expected = oracle.prepare(ids.tolist(), token_layout)
-    for name in ("kv_swa_index", "kv_swa_index_offset_len", "swa_write_slot", "positions", "token_row", "cu_seqlens_q"):
-        assert_bitwise_equal(as_array(getattr(metadata, name)), expected[name], name)
-    svc.commit(metadata, metadata.seqlens_q)
-    moved = as_array(svc.table.q_start) - records[:, COLUMNS["q_start"]]
-    assert np.array_equal(moved, records[:, COLUMNS["seqlen_q"]])
+    svc.set_batch(ids, batch=len(ids), max_tokens=budget)
+    poison(svc.slot_metadata(0, len(ids), len(ids) * step if budget is None else budget))
+    metadata, expected = svc.prepare(), oracle.prepare(ids, setup.token_layout, budget)
+    assert_outputs(metadata_arrays(metadata), expected)
+    kept = rng.integers(1, step + 1, len(ids)).astype(np.int32)
+    if setup.geometry.ring >= setup.geometry.window + step:
+        view = svc.view_block(metadata, torch.from_numpy(kept).to(device))
+        assert_block_view(view, oracle, expected["tickets"], kept.tolist())
+    svc.commit(metadata, torch.from_numpy(kept).to(device))
+    oracle.commit(expected["tickets"].tolist(), kept.tolist())
+    svc.set_prefill_batch(ids)
+    poison(svc.slot_prefill_metadata(0, len(ids), True, True))
+    prefill = oracle.prepare_prefill(ids, full_index=True)
+    prefill |= {f"tail.{name}": value for name, value in expected_tail(oracle, prefill).items()}
+    assert_outputs(metadata_arrays(svc.prepare_prefill(full_index=True, tail=True)), prefill)
+    assert_bitwise_equal(svc.table.records, oracle.records_array(), "records")
+    return svc
 
 
-def test_slots_up_to_the_end_of_int32(device: str) -> None:
-    """Capacity * ring just below 2^31: the last state's slots are right; just above: refused by name."""
-    geometry = zos.RingGeometry(window=4, draft_tokens=1, ring=2**24 - 1)
-    capacity = INT32_LARGEST // geometry.ring
-    svc = zos.MetadataService(capacity, 1, geometry, device, token_layout="strided")
-    last = geometry.ring - 1
-    svc.admit(capacity - 1, q_start=last)
-    svc.set_batch([capacity - 1])
-    metadata = svc.prepare()
-    first = (capacity - 1) * geometry.ring
-    assert first + last > 0.99 * INT32_LARGEST
-    assert metadata.swa_write_slot.tolist() == [first + last, first]
-    assert metadata.kv_swa_index[0].tolist() == [first + last - 3, first + last - 2, first + last - 1, first + last]
-    with pytest.raises(ValueError, match=re.escape("capacity * ring=")):
-        zos.MetadataService(INT32_LARGEST // geometry.ring + 1, 1, geometry, device)
+def assert_outputs(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, array in expected.items():
+        assert_bitwise_equal(actual[name], array, name)
 
 
-def test_slab_of_more_than_4_gib(device: str) -> None:
-    """Entries past 4 GiB are written and read where they belong, and nothing else is."""
-    layout = zos.StateSlotLayout(stored_layers=1)
-    slots, entry, window = layout.geometry.ring, layout.entry.entry_bytes, layout.geometry.window
-    states = LARGEST_SLAB // (slots * entry) + 2
-    shape = (states, slots, 1, entry)
-    # NumPy's zeros are memory only once they are touched.
-    ring = (
-        torch.from_numpy(np.zeros(shape, np.uint8))
-        if device == "cpu"
-        else torch.zeros(shape, dtype=torch.uint8, device=device)
+def edges(rng: np.random.Generator, setup: Setup) -> np.ndarray:
+    """Positions at which something begins or wraps, one a state: int64 [capacity]."""
+    geometry, step = setup.geometry, setup.geometry.tokens_per_step
+    near = [0, 1, geometry.window - 1, geometry.window, geometry.ring - 1, geometry.ring, 7 * geometry.ring - 1]
+    near += [LARGEST - step, LARGEST - step - geometry.window]
+    return np.resize(
+        np.array([max(0, value) for value in [*near, *rng.integers(0, LARGEST - step, 3)]]), setup.capacity
     )
-    values = torch.ones(3, layout.entry.values, device=device)
-    torch.ops.zos.swa_ring_store(values, torch.tensor([states * slots - 1, 5, -1], device=device), ring)
-    plan = torch.tensor([[[states - 1, slots - 1, 0, 1], [0, 5, 1, 1], [0, 6, 2, 1]]], dtype=torch.int32, device=device)
-    history = torch.full((window, layout.entry.values), torch.nan, device=device)
-    torch.ops.zos.swa_ring_load(ring, plan, history, window)
-    assert bool((history[:2] == 1).all()) and bool((history[2] == 0).all())
+
+
+@pytest.mark.parametrize("layout", ["packed", "strided"])
+@pytest.mark.parametrize("window", WINDOWS)
+def test_windows_drafts_rings(device: str, window: int, layout: str, seed: int) -> None:
+    """Any window, any drafts from 0 to 16, the shortest ring, the next, and some longer one."""
+    rng = np.random.default_rng([seed, window])
+    for drafts in {0, 16, *rng.integers(1, 16, 2).tolist()}:
+        least = window + drafts
+        ring = least + int(rng.choice([0, 1, 2, rng.integers(3, 2 * least + 4)]))
+        most = int(rng.choice([1, 37, window + drafts + 3]))
+        setup = Setup(
+            zos.RingGeometry(window, drafts, ring), layout, carry_tokens=True, max_prefill_tokens=most, capacity=12, max_batch=12
+        )  # fmt: skip
+        q_start = edges(rng, setup)
+        chunk = np.minimum(rng.integers(1, most + 1, 12), LARGEST - q_start)
+        is_chunk = rng.random(12) < 0.4
+        records = records_at(
+            setup, q_start, swa_valid_start=np.where(rng.random(12) < 0.3, np.maximum(q_start - window // 2, 0), 0),
+            seqlen_q=np.where(is_chunk, chunk, rng.integers(0, drafts + 2, 12)),
+            prompt_end=np.where(is_chunk, q_start + chunk, 0),
+        )  # fmt: skip
+        assert_step(setup, device, records, rng.permutation(12).tolist())
+
+
+def test_every_compression_ratio(device: str, seed: int) -> None:
+    """Ratios 1 … 1024, at positions where an entry is complete, begins, or its ring wraps."""
+    rng = np.random.default_rng(seed)
+    for first in range(1, LARGEST_RATIO + 1, RATIOS_AT_ONCE):
+        ratios = range(first, min(first + RATIOS_AT_ONCE, LARGEST_RATIO + 1))
+        step = int(rng.integers(1, 9))
+        rings = tuple(zos.CompressionRing(ratio, step, overlap=bool(rng.integers(2))) for ratio in ratios)
+        setup = Setup(zos.RingGeometry(1, step - 1), "packed", rings, capacity=6, max_batch=6, max_prefill_tokens=9)
+        multiples = np.array([ratio * int(rng.integers(1, LARGEST // ratio - 1)) for ratio in [*ratios] * 2][:6])
+        q_start = np.maximum(np.resize(multiples, 6) - rng.integers(0, step + 1, 6), 0)
+        records = records_at(setup, q_start, kv_cached_end=np.where(rng.random(6) < 0.3, q_start + 1, 0))
+        assert_step(setup, device, records, [5, 0, 3, 1, 2, 4])
+
+
+@pytest.mark.parametrize("layout", ["packed", "strided"])
+def test_nothing_at_all(device: str, layout: str) -> None:
+    """B = 0, and so T = 0, by every call that has rows: no launch with an empty grid, no view of nothing that fails."""
+    setup = Setup(zos.RingGeometry(), layout, (zos.CompressionRing(2),), capacity=1, max_batch=1)
+    svc = assert_step(setup, device, records_at(setup, 7), [])
+    metadata = svc.prepare()
+    assert (metadata.batch, metadata.tokens, metadata.cu_seqlens_q.tolist()) == (0, 0, [0])
+    svc.attach_mailbox()
+    svc.set_ready([])
+    svc.commit(svc.prepare(), torch.zeros(0, dtype=torch.int32, device=device))
+    (record,) = svc.drain()
+    assert len(record.state_ids) == 0 and svc.table.q_start.tolist() == [7]
+    cache = torch.zeros(1, 134, 1, 528, dtype=torch.uint8, device=device)
+    none = torch.zeros(0, 512, device=device)
+    torch.ops.zos.swa_ring_store(none, metadata.swa_write_slot, cache)
+    torch.ops.zos.swa_ring_load(cache, svc.prepare_prefill().swa_load_plan, none, 128)
+    assert not cache.any()
+
+
+@pytest.mark.parametrize("layout", ["packed", "strided"])
+@pytest.mark.parametrize("drafts", [0, 5])
+def test_one_state(device: str, drafts: int, layout: str) -> None:
+    """Capacity 1, one row, and the least of everything."""
+    for window in (1, 128):
+        geometry = zos.RingGeometry(window, drafts, window + drafts)
+        for q_start in (0, window, LARGEST - 1 - drafts):
+            setup = Setup(geometry, layout, (zos.CompressionRing(1, drafts + 1),), False, 1, 1, 1)
+            assert_step(setup, device, records_at(setup, q_start), [0])
+
+
+@pytest.mark.parametrize("layout", ["packed", "strided"])
+def test_most_rows(device: str, layout: str, seed: int) -> None:
+    """65,536 rows, a quarter padding: the scan over so many blocks, the index of so many tokens, and what a budget defers."""
+    rng = np.random.default_rng(seed)
+    setup = Setup(
+        zos.RingGeometry(1, 1), layout, capacity=LARGEST_ROWS, max_batch=LARGEST_ROWS, max_prefill_tokens=70_000
+    )
+    records = records_at(setup, rng.integers(0, 99, LARGEST_ROWS), seqlen_q=rng.integers(0, 3, LARGEST_ROWS))
+    ids = np.where(rng.random(LARGEST_ROWS) < 0.25, -1, rng.permutation(LARGEST_ROWS)).tolist()
+    assert_step(setup, device, records, ids, 50_001 if layout == "packed" else None)
+
+
+def test_capacity_times_ring(device: str) -> None:
+    """Ring slots up to 2^31 - 2 are right, in one state or in many; a slot number past int32 is refused wherever it would arise."""
+    for capacity, ring in ((1, LARGEST), (2, LARGEST // 2), (2047, LARGEST // 2047), (46_341, 46_340)):
+        assert LARGEST - ring < capacity * ring <= LARGEST
+        setup = Setup(zos.RingGeometry(5, 2, ring), "packed", (), False, 9, capacity, 2)
+        last = LARGEST // ring * ring - (3 if capacity == 1 else 2)  # the step goes to the ring's end, or over it
+        svc = assert_step(setup, device, records_at(setup, last), [capacity - 1, 0][:capacity])
+        index = svc.slot_metadata(0, min(2, capacity), 3 * min(2, capacity)).kv_swa_index
+        assert int(index.max()) == capacity * ring - 1
+        with pytest.raises(ValueError, match=r"capacity \* ring=\d{10} is outside 1 … 2147483647"):
+            zos.MetadataService(capacity + 1, 1, zos.RingGeometry(5, 2, ring), device)
+        with pytest.raises(ValueError, match=r"num_state_slots \* ring=\d{10} is outside"):
+            zos.SwaCache(zos.StateSlotLayout(zos.RingGeometry(5, 2, ring), stored_layers=1), capacity + 1, device)
+
+
+def test_last_position(device: str) -> None:
+    """From 2^31 - 7 a step of six tokens reaches the last position; from there on a step is an error by name, for each length."""
+    setup = Setup(
+        zos.RingGeometry(), "packed", (zos.CompressionRing(2),), capacity=8, max_batch=8, max_prefill_tokens=64
+    )
+    ids = list(range(8))
+    svc = assert_step(setup, device, records_at(setup, LARGEST - 6, seqlen_q=np.array([1, 2, 3, 4, 5, 6, 6, 6])), ids)
+    assert svc.counters()["errors"] > 0
+    svc = assert_step(setup, device, records_at(setup, LARGEST - np.arange(8), seqlen_q=3), ids)
+    with pytest.raises(zos.DeviceStateError, match="state_id 2: q_start=2147483645") as caught:
+        svc.check()
+    # The others got as far as they could, and then stand where no step of three fits.
+    assert {fault.state_id: fault.value for fault in caught.value.faults}.items() >= {
+        0: LARGEST,
+        1: LARGEST - 1,
+    }.items()
+    with pytest.raises(ValueError, match="q_start=2147483648 is outside"):
+        zos.MetadataService(1, 1, device=device).admit(0, q_start=2**31)
+
+
+# ---- beyond 4 GiB ---------------------------------------------------------------------------------------------------------------
+
+
+def virtual(size: int, device: str) -> torch.Tensor:
+    """uint8 [size], all zeros: on a CPU only the pages that are touched exist."""
+    if device == "cuda":
+        return torch.zeros(size, dtype=torch.uint8, device=device)
+    return torch.frombuffer(
+        mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE), dtype=torch.uint8
+    )
+
+
+def test_entries_beyond_4_gib(device: str, seed: int) -> None:
+    """Entries of the last state go to their own bytes and come back from them; where a 32-bit offset would wrap to stays zero."""
+    geometry = zos.RingGeometry(128, 5)
+    layout = zos.StateSlotLayout(geometry, stored_layers=1)
+    # On a CPU as many slots as int32 can name: 1.1 TB.
+    states = LARGEST // geometry.ring if device == "cpu" else BEYOND // layout.slot_bytes + 3
+    slab = virtual(states * layout.slot_bytes, device)
+    cache = zos.SwaCache(layout, states, device, slab)
+    svc = zos.MetadataService(2, 1, geometry, device)
+    generator = torch.Generator(device).manual_seed(seed)
+    values = torch.randn(geometry.ring, 512, generator=generator, device=device)
+    state_id = states - 1
+    slots = torch.arange(geometry.ring, device=device) + state_id * geometry.ring
+    cast_back = torch.empty_like(values)
+    torch.ops.zos.swa_ring_store(values, slots, cache.layer(0), cast_back)
+    plain = torch.zeros(1, geometry.ring, 1, 528, dtype=torch.uint8, device=device)
+    torch.ops.zos.swa_ring_store(values, slots - slots[0], plain)
+    begin = state_id * layout.slot_bytes
+    assert begin > BEYOND
+    assert_bitwise_equal(slab[begin : begin + plain.numel()], plain.flatten(), "bytes of the last state")
+    for wrapped in (begin % 2**31, begin % 2**32, 0):
+        assert not slab[wrapped : wrapped + plain.numel()].any()
+    plan = torch.tensor([[[state_id, 6, 0, 128], [-1, 0, 0, 0], [-1, 0, 0, 0]]], dtype=torch.int32, device=device)
+    out = torch.empty(128, 512, device=device)
+    torch.ops.zos.swa_ring_load(cache.layer(0), plan, out, 128)
+    assert_bitwise_equal(out, cast_back[6:], "entries loaded")
+    svc.admit(0, q_start=128)
+    svc.set_batch([0], batch=1)
+    metadata = svc.prepare()
+    index = torch.where(metadata.kv_swa_index >= 0, metadata.kv_swa_index + int(slots[0]), -1).to(torch.int32)
+    q = torch.randn(6, 16, 512, generator=generator, device=device).bfloat16()
+    found = []
+    for view, named in ((cache.layer(0), index), (plain, metadata.kv_swa_index)):
+        attended, lse = torch.empty_like(q), torch.empty(6, 16, device=device)
+        torch.ops.zos.swa_decode_attention(q, view, named, metadata.swa_len, None, attended, lse, 0.05, 6)
+        found.append((attended, lse))
+    assert_bitwise_equal(found[0][0].float(), found[1][0].float(), "attention over the last state")
+    assert_bitwise_equal(found[0][1], found[1][1], "lse")
+
+
+def test_snapshot_beyond_4_gib(device: str) -> None:
+    """The state past 4 GiB is the one that is copied."""
+    layout = zos.StateSlotLayout(stored_layers=20)
+    states = BEYOND // layout.slot_bytes + 2
+    slab = virtual(states * layout.slot_bytes, device)
+    svc = zos.MetadataService(states, 1, device=device, snapshot_every=128)
+    pool = zos.SnapshotPool(svc, zos.SwaCache(layout, states, device, slab), 1)
+    svc.attach_snapshots(pool)
+    begin = (states - 1) * layout.slot_bytes
+    assert begin > BEYOND
+    marked = torch.arange(layout.stored_bytes, device=device) % 251
+    slab[begin : begin + layout.stored_bytes] = marked.to(torch.uint8)
+    svc.admit(states - 1, q_start=127)
+    svc.set_batch([states - 1], batch=1)
+    svc.commit(svc.prepare(), torch.ones(1, dtype=torch.int32, device=device))
+    if device == "cuda":
+        torch.cuda.synchronize()
+    (snapshot,) = pool.poll()
+    assert (snapshot.state_id, snapshot.boundary) == (states - 1, 128)
+    assert_bitwise_equal(pool.read(snapshot).cpu(), marked.to(torch.uint8).cpu(), "snapshot")

@@ -20,3 +20,18 @@ def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> 
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is outside {low} … {high}")
     return number
+
+
+def flag(name: str, value: Any) -> bool:
+    """Return `value` as a bool; raise ValueError naming the argument unless it is one."""
+    if not isinstance(value, bool):
+        raise ValueError(f"{name}={value!r} is neither True nor False")
+    return value
+
+
+def duration(name: str, value: Any) -> float:
+    """Return `value` as seconds; raise ValueError naming the argument unless it is a number of 0 or more: NaN never ends."""
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else -1.0
+    if not number >= 0:
+        raise ValueError(f"{name}={value!r} is no number of seconds, 0 or more")
+    return number

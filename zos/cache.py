@@ -187,6 +187,8 @@ def check_holds(cache: SwaCache, device: torch.device, geometry: RingGeometry, c
 
 def _check_slab(slab: torch.Tensor, least: int, device: torch.device) -> None:
     """Raise ValueError unless a caller's tensor can be the slab."""
+    if not isinstance(slab, torch.Tensor):
+        raise ValueError(f"slab is a {type(slab).__name__}, not a tensor")
     if slab.dtype != torch.uint8:
         raise ValueError(f"slab has dtype {slab.dtype}, not torch.uint8")
     if slab.dim() != 1 or not slab.is_contiguous():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zos.arguments import whole_number
+from zos.arguments import flag, whole_number
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class RingGeometry:
         window = whole_number("window", window, 1)
         draft_tokens = whole_number("draft_tokens", draft_tokens, 0)
         tokens_per_step = draft_tokens + 1
-        least = window + tokens_per_step - (1 if causal else 0)
+        least = window + tokens_per_step - (1 if flag("causal", causal) else 0)
         ring = window + tokens_per_step if ring is None else whole_number("ring", ring, 0)
         if ring < least:
             kind = "causal decode" if causal else "a non-causal draft block"
@@ -98,7 +98,7 @@ class CompressionRing:
     def __init__(self, ratio: int, tokens_per_step: int = 6, overlap: bool = False, entries: int | None = None) -> None:
         ratio = whole_number("ratio", ratio, 1)
         tokens_per_step = whole_number("tokens_per_step", tokens_per_step, 1)
-        pooled = (2 if overlap else 1) * ratio
+        pooled = (2 if flag("overlap", overlap) else 1) * ratio
         least = whole_number("compression entries", pooled + tokens_per_step - 1, 1)
         entries = least if entries is None else whole_number("entries", entries, 0)
         if entries < least:

@@ -10,7 +10,7 @@ import torch
 from device_kernels import device_loop
 from host_fallback.commit import APPENDED, TAKEN
 from zos import nvtx
-from zos.arguments import whole_number
+from zos.arguments import INT64_LARGEST, duration, whole_number
 from zos.batches import BatchEdits
 from zos.edits import LIFE_EDITS, is_forks
 from zos.errors import EditsDuringCaptureError
@@ -130,15 +130,15 @@ class StepLaunches(BatchEdits):
         Raises
         ------
         ValueError
-            The slot has no mailbox, or fewer steps are launched.
+            The slot has no mailbox, fewer steps are launched, or timeout_s is no duration.
         TimeoutError
             It did not come in time; the records that did come with the next call.
         MailboxOverrunError
             As poll.
         """
         mailbox = self._attached(slot)
-        launched = self._bounds.launched_steps(slot)
-        if step > launched:
+        launched, timeout_s = self._bounds.launched_steps(slot), duration("timeout_s", timeout_s)
+        if whole_number("step", step, -INT64_LARGEST, INT64_LARGEST) > launched:
             raise ValueError(f"step={step} is not launched: slot {slot} has launched {launched}")
         if mailbox.next_step <= step:
             self._order.join()

@@ -189,15 +189,17 @@ def _define(schema: str, check: Callable[..., None], host: Callable[..., None], 
     _LIBRARY.define(schema)
     arguments_of = getattr(torch.ops.zos, name).default._schema.arguments
     names = [argument.name for argument in arguments_of]
+    needed = {argument.name for argument in arguments_of if str(argument.type) == "Tensor"}
     defaults = {argument.name: argument.default_value for argument in arguments_of if argument.has_default_value()}
-    tensors = [argument.name for argument in arguments_of if str(argument.type) == "Tensor"]
 
     def checked(launch: Callable[..., None]) -> Callable[..., None]:
         def implementation(*arguments: Any) -> None:
             named = {**defaults, **dict(zip(names, arguments, strict=False))}
-            for tensor in tensors:
-                if named[tensor] is None:  # torch lets it through
-                    raise TypeError(f"{tensor} is None, but it must be a tensor")
+            for argument, value in named.items():
+                if value is None and argument in needed:  # torch takes it for a tensor that is not defined
+                    raise ValueError(f"{argument} is None, not a tensor")
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    named[argument] = value.detach()  # no operator has a gradient
             check(**named)
             launch(**named)
 

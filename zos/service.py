@@ -8,7 +8,7 @@ from typing import NoReturn
 import torch
 
 import zos.ops
-from zos.arguments import whole_number
+from zos.arguments import flag, whole_number
 from zos.block_view import BlockView, launch_block_view
 from zos.buffers import DecodeBuffers, PrefillBuffers, compression_rings
 from zos.devices import resolve_device
@@ -103,7 +103,7 @@ class MetadataService(StepLaunches):
         self._commits: dict[tuple[int, int, bool], tuple[Mailbox | None, Callable[..., None]]] = {}
         self._snapshots: SnapshotPool | None = None
 
-        table = SequenceTable(self.capacity, step, carry_tokens, self.device)
+        table = SequenceTable(self.capacity, step, flag("carry_tokens", carry_tokens), self.device)
         # int32 [2 * slots + 1, max_batch]: state ids by row, of each slot's decode batch, then of each slot's prefill batch; the
         # last is all padding, for warm-ups
         shape = (2 * self.metadata_slots + 1, max_batch)
@@ -178,8 +178,9 @@ class MetadataService(StepLaunches):
             As prepare.
         """
         state, buffers = self.slot(slot), self._prefill_buffers(slot)
+        wants_index, wants_tail = flag("full_index", full_index), flag("tail", tail)
         self.flush()
-        metadata = buffers.view(state.prefill_batch, full_index, tail)
+        metadata = buffers.view(state.prefill_batch, wants_index, wants_tail)
         self.launch_prepare(metadata)
         if not self._order.capturing():
             self._prepared(metadata)
@@ -287,7 +288,7 @@ class MetadataService(StepLaunches):
         ValueError
             The pool was made for another service.
         """
-        if pool.table is not self.table:
+        if not isinstance(pool, SnapshotPool) or pool.table is not self.table:
             raise ValueError("pool was made for another MetadataService")
         self._snapshots = pool
 
