@@ -31,7 +31,7 @@ SANITIZED: dict[str, dict[str, str]] = {"exercise": {"PYTORCH_NO_CUDA_MEMORY_CAC
 # A WHILE node under these, before the GPU gets crowded: there they end in faults of their own. racecheck ends with a segmentation
 # fault on every WHILE node, also without programmatic launches.
 DEVICE_LOOP_TOOLS = ("memcheck", "initcheck", "synccheck")
-BENCHES = ("numba,prepare,commit,loop,prefill,ring,attention,alternatives,end to end", "batches,operators")
+BENCHES = ("numba,threads,prepare,commit,loop,prefill,ring,attention,alternatives,end to end", "batches,operators")
 SOAK_SECONDS = os.environ.get("ZOS_GPU_SOAK_SECONDS", "45")
 TEST_PROCESSES = 8
 LONGEST_PART_S = 330  # a part that takes longer is given up, so that the others' results stand

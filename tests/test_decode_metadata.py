@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import host_fallback.decode_metadata
 import zos
 from tests.reference import (
     DECODE_KEYS,
@@ -18,6 +19,7 @@ from tests.reference import (
     poison,
     positions_in_ring,
 )
+from zos.cli.bench import ragged_service
 from zos.cli.compare import metadata_arrays
 
 
@@ -233,3 +235,22 @@ def test_compression_of_any_kind(device: str) -> None:
         assert metadata.compression_write_slot[ratio].tolist() == [5 * entries + p % entries for p in positions]
         emitted = [p // ratio if (p + 1) % ratio == 0 and p >= 128 else -1 for p in positions]
         assert metadata.compression_index[ratio].tolist() == emitted
+
+
+@pytest.mark.parametrize("token_layout", ["packed", "strided"])
+def test_threads_write_the_same_bytes(monkeypatch: pytest.MonkeyPatch, token_layout: str) -> None:
+    """Rows that several threads share out, error rows, deferred ones and a budget's tail included, are those of one thread."""
+    monkeypatch.setattr(host_fallback.decode_metadata, "PARALLEL_ROWS", 1)
+    svc, _ = ragged_service(97, "cpu", token_layout)
+    svc.table.q_start[::5] = -1
+    ids = svc.slot_metadata(0, 97, 97 * 6).state_ids.tolist()
+    for budget in (None, 200) if token_layout == "packed" else (None,):
+        svc.set_batch(ids, max_tokens=budget)
+        metadata = svc.prepare()
+        assert (metadata.num_tokens > 0).all()
+        expected = {name: array.copy() for name, array in metadata_arrays(metadata).items()}
+        for threads in (2, 3, 200):
+            poison(metadata)
+            host_fallback.decode_metadata.bind_prepare_v4_decode_metadata(threads, **metadata.operands)()
+            for name, array in metadata_arrays(metadata).items():
+                assert_bitwise_equal(array, expected[name], f"{name}, {threads} threads, budget {budget}")

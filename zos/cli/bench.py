@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from host_fallback import decode_metadata as host_decode_metadata
 from host_fallback.mailbox import record_words
 from zos.cache import SwaCache
 from zos.cli import InputError
@@ -295,12 +296,27 @@ def bench_numba(size: int, repeats: int) -> Iterator[Row]:
         )
 
 
+def bench_threads(size: int, repeats: int) -> Iterator[Row]:
+    """The CPU path by two threads beside one."""
+    for layout in ("strided", "packed"):
+        _, metadata = ragged_service(size, "cpu", layout)
+        launches: dict[str, Launch] = {
+            f"{threads}": host_decode_metadata.bind_prepare_v4_decode_metadata(threads, **metadata.operands)
+            for threads in (1, 2)
+        }
+        for launch in launches.values():
+            launch()
+        medians = clock_medians(launches, repeats)
+        name = f"numba {layout} ragged, two threads"
+        yield row("prepare_v4_decode_metadata", name, size, medians["2"], "one thread", medians["1"])
+
+
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Add `zos bench`."""
     parser = subparsers.add_parser(
         "bench",
         help="time the operators beside their floors",
-        description="Time the operators beside their floors; without a GPU the Numba path alone, at 256 rows.",
+        description="Time the operators beside their floors; without a GPU the Numba path alone.",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the medians there, by rows")
@@ -311,7 +327,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Run the benches that this machine can, print a table, return 0."""
     sizes, replays = (QUICK_SIZES, 10) if arguments.quick else (SIZES, 60)
-    benches: list[tuple[str, Callable[[int, int], Iterator[Row]], tuple[int, ...]]] = [("numba", bench_numba, (256,))]
+    Bench = tuple[str, Callable[[int, int], Iterator[Row]], tuple[int, ...]]  # name, what yields its rows, sizes
+    benches: list[Bench] = [("numba", bench_numba, (256,)), ("threads", bench_threads, (1024, 4096))]
     if usable("cuda"):
         benches += [("prepare", bench_prepare, sizes), ("commit", bench_commit, sizes), ("loop", bench_loop, (64, 256))]
         benches += [("prefill", bench_prefill, (16,)), ("ring", bench_ring, (8192,))]
