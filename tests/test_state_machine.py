@@ -6,6 +6,7 @@ ZOS_FUZZ_EXAMPLES=2000 (`make fuzz`) runs for longer, with fresh examples each t
 from __future__ import annotations
 
 import os
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -46,6 +47,11 @@ class ServiceMachine(RuleBasedStateMachine):
         self.svc, self.queue, self.step_tokens = self.twins.svc, queue, geometry.tokens_per_step
         self.prepared: dict[tuple[int, bool], Step] = {}  # by slot and kind: the last one, whose tickets still stand
         self.unread = 0
+        layout = zos.StateSlotLayout(geometry, stored_layers=1)
+        self.folder = tempfile.TemporaryDirectory()
+        self.cache = zos.SwaCache(layout, CAPACITY, self.device)
+        self.store = zos.LocalStateStore(self.svc, self.cache, self.folder.name)
+        self.stored: dict[str, tuple[int, int, torch.Tensor]] = {}  # by key: boundary, valid start, bytes
         for state_id in range(3):  # so that most calls meet a sequence in a batch
             self.twins.edit("admit", state_id, q_start=20 * state_id, prompt_end=25 if state_id == 1 else 0, chunk_q=9)
         self.twins.set_batch([0, -1, 2, 1])
@@ -102,6 +108,51 @@ class ServiceMachine(RuleBasedStateMachine):
         source, target = self._some(data, in_use=True), self._some(data, in_use=False)
         if source is not None and target is not None:
             self.twins.edit("fork", source, target)
+
+    @rule(data=st.data(), key=st.sampled_from("ab"), back=st.integers(-1, 9))
+    def put(self, data: Any, key: str, back: int) -> None:
+        """A state as it was some tokens ago: stored where its window is all there, else refused by name."""
+        state_id = self._some(data, in_use=True)
+        if state_id is None:
+            return
+        self.svc.flush()
+        its, geometry = self.twins.oracle.records[state_id], self.svc.geometry
+        boundary = its["q_start"] - back
+        alive = its["phase"] in (zos.Phase.LIVE, zos.Phase.PAUSED, zos.Phase.FINISHED)
+        whole = (
+            its["head"] - boundary <= geometry.ring - geometry.window
+        )  # nothing of the window before it is overwritten
+        sound = alive and whole and max(1, its["swa_valid_start"]) <= boundary <= its["q_start"]
+        content = torch.randint(0, 256, (self.cache.layout.stored_bytes,)).to(torch.uint8)
+        self.cache.stored(state_id).copy_(content)
+        if sound:
+            self.store.put(key, state_id, boundary)
+            self.stored[key] = boundary, its["swa_valid_start"], content
+        else:
+            with pytest.raises(zos.StoreError):
+                self.store.put(key, state_id, boundary)
+
+    @rule(data=st.data(), key=st.sampled_from("abc"), ahead=st.integers(-1, 40))
+    def get(self, data: Any, key: str, ahead: int) -> None:
+        """What was put last, byte for byte, in a free state; refused where nothing was, or no token of the prompt is left."""
+        state_id = self._some(data, in_use=False)
+        if state_id is None:
+            return
+        boundary, valid_start, content = self.stored.get(key, (0, 0, torch.zeros(0)))
+        prompt_end = boundary + ahead if data.draw(st.booleans()) else 0
+        if key not in self.stored or 0 < prompt_end <= boundary:
+            with pytest.raises(zos.StoreError):
+                self.store.get(key, state_id, prompt_end=prompt_end)
+            return
+        assert self.store.get(key, state_id, prompt_end=prompt_end) == state_id
+        columns = {
+            "q_start": boundary,
+            "swa_valid_start": valid_start,
+            "kv_cached_end": boundary,
+            "prompt_end": prompt_end,
+        }
+        self.twins.oracle.admit(state_id, **columns)
+        assert torch.equal(self.cache.stored(state_id).cpu(), content)
 
     @rule(state_id=STATE, seqlen_q=st.integers(-2, 50))
     def write_on_the_device(self, state_id: int, seqlen_q: int) -> None:
@@ -177,6 +228,8 @@ class ServiceMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         """At the end everything is read, and the bounds are exact."""
         if hasattr(self, "twins"):
+            self.store.close()
+            self.folder.cleanup()
             for slot in range(SLOTS):
                 self.twins.read(slot)
             assert torch.equal(self.svc.table.records.cpu(), torch.from_numpy(self.twins.oracle.records_array()))
