@@ -173,21 +173,25 @@ def test_a09_rejected_drafts_leave_the_window(device: str) -> None:
     """After a step of which only the bonus token was kept, no row sees a slot of a rejected draft at a wrong position."""
     svc = service(device, {3: 1000})
     svc.set_batch([3], batch=1)
+    held = dict(enumerate(positions_in_ring(1000, 134), start=3 * 134))  # slot -> position, as the slots are written
+
+    def write(metadata: zos.DecodeMetadata) -> None:
+        held.update(zip(metadata.swa_write_slot.tolist(), metadata.positions.tolist(), strict=True))
+
     first = svc.prepare()
     assert first.swa_write_slot.tolist() == list(range(464, 470))
+    write(first)
     svc.commit(first, int32(device, 1))
     metadata = svc.prepare()
+    write(metadata)  # a step writes before it attends
     assert offset_len(metadata, 0) == [472, 128]
     assert offset_len(metadata, 5) == [477, 128]
     row = metadata.kv_swa_index[0].tolist()
     assert row[-1] == 465
     assert not set(row) & set(range(466, 472))
-    held = positions_in_ring(1007, 134)  # this step writes 1001 … 1006 before it attends
     for j in range(6):
         position = 1001 + j
-        assert [held[slot - 402] for slot in metadata.kv_swa_index[j].tolist()] == list(
-            range(position - 127, position + 1)
-        )
+        assert [held[slot] for slot in metadata.kv_swa_index[j].tolist()] == list(range(position - 127, position + 1))
 
 
 def test_a11_deeper_drafts_need_a_longer_ring() -> None:
@@ -357,7 +361,7 @@ def test_a22_values_that_do_not_fit_are_refused() -> None:
     kernel = Kernel("probe", "probe", "qifP")
     for values in ((2**63, 6, 2.0, 0), (1, 2**31, 2.0, 0), (1, 6.5, 2.0, 0), (1, 6, "2", 0), (1, 6, 2.0, -(2**63) - 1)):
         with pytest.raises((struct.error, OverflowError)):
-            kernel.bind(torch.device("cuda", 0), 1, (1, 1), *values)  # type: ignore[arg-type]
+            kernel.bind(torch.device("cuda", 0), (1, 1), (1, 1), *values)  # type: ignore[arg-type]
 
 
 A23_FRESH_PROCESS = """
@@ -404,17 +408,11 @@ for ring in map(int, sys.argv[1:]):
 
 def test_a24_no_size_is_frozen_into_a_cache() -> None:
     """Another ring in another process with the same disk cache, or in the same process, gives that ring's slots."""
-    outputs = [
-        subprocess.run(
-            [sys.executable, "-c", A24_OTHER_RING, *rings], capture_output=True, text=True, check=True
-        ).stdout
-        for rings in (["134"], ["135"], ["135", "134"])
-    ]
-    assert [output.split("\n")[:-1] for output in outputs] == [
-        ["[471, 128]"],
-        ["[468, 128]"],
-        ["[468, 128]", "[471, 128]"],
-    ]
+    right = {"134": "[471, 128]", "135": "[468, 128]"}
+    for rings in (["134"], ["135"], ["135", "134"]):
+        script = [sys.executable, "-c", A24_OTHER_RING, *rings]
+        found = subprocess.run(script, capture_output=True, text=True, check=True)
+        assert found.stdout.splitlines() == [right[ring] for ring in rings]
 
 
 def test_a25_no_lost_updates(device: str) -> None:
@@ -487,7 +485,8 @@ def test_a27_no_buffer_of_a_graph_moves(device: str) -> None:
     for name, array in metadata_arrays(loop.metadata).items():
         assert_bitwise_equal(array, fresh[name], name)
     assert (block == -7).all()
-    assert {name: value.data_ptr() for name, value in tensors_of(loop.metadata).items()} == addresses
+    moved = [name for name, value in tensors_of(loop.metadata).items() if value.data_ptr() != addresses[name]]
+    assert not moved, f"moved: {moved}"
 
 
 def tensors_of(metadata: zos.DecodeMetadata) -> dict[str, torch.Tensor]:
