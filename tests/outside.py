@@ -91,20 +91,14 @@ def edited(original: bytes) -> st.SearchStrategy[bytes]:
 
     @st.composite
     def draw_edited(draw: Any) -> bytes:
-        data = original
+        data, in_place = original, draw(st.booleans())  # then nothing behind an edit moves
         for _ in range(draw(st.integers(1, 4))):
             begin = draw(st.integers(0, len(data)))
             end = min(len(data), begin + draw(st.one_of(st.integers(0, 8), st.integers(0, 99))))
-            new = draw(
-                st.one_of(
-                    st.binary(max_size=12),
-                    st.binary(min_size=end - begin, max_size=end - begin),  # nothing behind it moves
-                    st.sampled_from(WORDS),
-                    st.just(data[begin:end] * 2),
-                    st.just(b""),
-                )
-            )
-            data = data[:begin] + new + data[end:]
+            piece = data[begin:end]
+            others = [st.binary(max_size=12), st.sampled_from(WORDS), st.just(piece * 2), st.just(b"")]
+            same = st.binary(min_size=len(piece), max_size=len(piece))
+            data = data[:begin] + draw(same if in_place else st.one_of(others)) + data[end:]
         return data[: draw(st.integers(0, len(data)))] if draw(st.integers(0, 7)) == 0 else data
 
     return draw_edited()
