@@ -6,6 +6,7 @@ ZOS_FUZZ_SECONDS is the budget of all properties together, with fresh examples; 
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import signal
 import sys
@@ -77,7 +78,8 @@ def files_stay(folder: Path, *but: str) -> Iterator[None]:
     before = contents(folder)
     yield
     after = contents(folder)
-    touched = {name for name in before.keys() | after.keys() if before.get(name, b"") != after.get(name, b"")}
+    touched = {name for name, content in before.items() if name not in after or after[name] != content}
+    touched |= after.keys() - before.keys()
     assert touched <= set(but), f"touched {sorted(touched - set(but))}"
 
 
@@ -89,14 +91,14 @@ def edited(original: bytes) -> st.SearchStrategy[bytes]:
 
     @st.composite
     def draw_edited(draw: Any) -> bytes:
-        data = original
+        data, in_place = original, draw(st.booleans())  # then nothing behind an edit moves
         for _ in range(draw(st.integers(1, 4))):
             begin = draw(st.integers(0, len(data)))
-            end = min(len(data), begin + draw(st.one_of(st.integers(0, 8), st.integers(0, 2000))))
-            new = draw(
-                st.one_of(st.binary(max_size=12), st.sampled_from(WORDS), st.just(data[begin:end] * 2), st.just(b""))
-            )
-            data = data[:begin] + new + data[end:]
+            end = min(len(data), begin + draw(st.one_of(st.integers(0, 8), st.integers(0, 99))))
+            piece = data[begin:end]
+            others = [st.binary(max_size=12), st.sampled_from(WORDS), st.just(piece * 2), st.just(b"")]
+            same = st.binary(min_size=len(piece), max_size=len(piece))
+            data = data[:begin] + draw(same if in_place else st.one_of(others)) + data[end:]
         return data[: draw(st.integers(0, len(data)))] if draw(st.integers(0, 7)) == 0 else data
 
     return draw_edited()
@@ -109,6 +111,12 @@ WORDS = (
     *(b"0001-01-01 00:00:00+23:59", b"+00:00", b"true", b"\\ud800", b'{"a":' * 50),
 )
 WHOLE = (-(2**63) - 1, -(2**31) - 1, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7, 8, 64, 2**31, 2**32 + 1, 2**63, 2**70)
+
+
+NASTY = (  # of which every parameter gets each
+    *(None, "x", b"", math.nan, 1.5, 2j, [], [[1]], {}, object(), -1, 2**70, np.array([1, 2]), np.float32(2)),
+    *(torch.tensor([1, 2]), torch.tensor(2.5), torch.zeros(0), torch.ones(1, device="meta", dtype=torch.uint8)),
+)
 
 
 def anything() -> st.SearchStrategy[Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import strategies as st
 
 import zos
-from tests.outside import NAMED, anything, fuzz
+from tests.outside import NAMED, NASTY, anything, fuzz
 
 LONGEST_MESSAGE = 2000
 GEOMETRY = zos.RingGeometry(4, 1)
@@ -36,6 +40,7 @@ CALLS: dict[str, tuple[str, ...]] = {  # method -> its parameters
     "known_batch": ("slot",),
     "ready_room": ("slot",),
     "slot_steps_launched": ("slot",),
+    "lives_on": ("state_id", "step", "slot"),
     "poll": ("slot",),
     "wait": ("step", "slot", "timeout_s"),
     "drain": ("slot", "timeout_s"),
@@ -99,7 +104,7 @@ def refused(call: Callable[[], Any]) -> bool:
 def test_any_argument(device: str) -> None:
     """A call with nonsense names it and stages nothing; whatever was taken, a batch of others is prepared and committed."""
 
-    def check(name: str, data: Any) -> None:
+    def made() -> zos.MetadataService:
         svc = zos.MetadataService(8, 4, GEOMETRY, device, 16, carry_tokens=True, metadata_slots=2)
         svc.attach_mailbox()
         for state_id in (0, 1):
@@ -107,6 +112,34 @@ def test_any_argument(device: str) -> None:
         svc.set_batch([0, 1], batch=2)
         svc.set_prefill_batch([0])
         svc.flush()
+        return svc
+
+    for name, parameters in CALLS.items():
+        svc = made()
+        needed = {
+            "state_id": 2 if name == "admit" else 0,
+            "src": 0,
+            "dst": 2,
+            "state_ids": [0],
+            "step": 0,
+            "seqlen_q": 1,
+        }
+        needed |= {
+            "swa_valid_start": 0,
+            "metadata": svc.prepare(),
+            "num_kept": torch.ones(2, dtype=torch.int32).to(device),
+        }
+        for parameter, value in itertools.product(parameters, NASTY):
+            given = {key: needed[key] for key in parameters if key in needed and name != "check_admission"}
+            before, call = in_force(svc), functools.partial(getattr(svc, name), **{**given, parameter: value})
+            if not refused(call):
+                svc = made()
+                needed["metadata"] = svc.prepare()
+            elif not name.startswith("prepare"):
+                assert in_force(svc) == before
+
+    def check(name: str, data: Any) -> None:
+        svc = made()
         arguments = some_arguments(data, CALLS[name])
         if "slot" in arguments and data.draw(st.booleans()):
             del arguments["slot"]
@@ -131,6 +164,15 @@ def test_any_argument(device: str) -> None:
         assert metadata.positions.tolist() == [0, 1, 0, 1] and svc.table.q_start[:2].tolist() == [2, 2]
 
     fuzz(check, 1000, st.sampled_from(list(CALLS)), st.data())
+
+
+def test_a_wait_that_would_never_end(device: str) -> None:
+    """No time is ever past NaN: a record that does not come would be waited for without end."""
+    svc = zos.MetadataService(1, 1, GEOMETRY, device)
+    svc.attach_mailbox()
+    for timeout_s in (math.nan, -1.0, "1", None, True):
+        with pytest.raises(ValueError, match="timeout_s="):
+            svc.wait(0, timeout_s=timeout_s)  # type: ignore[arg-type]
 
 
 CONSTRUCTORS: dict[str, Callable[..., Any]] = {
@@ -161,10 +203,16 @@ PARAMETERS: dict[str, tuple[str, ...]] = {
 def test_any_size() -> None:
     """What is made with nonsense is refused by name, and not by an allocation that fails or a number that wraps."""
 
-    def check(name: str, data: Any) -> None:
-        arguments = some_arguments(data, PARAMETERS[name])
+    def make(name: str, arguments: dict[str, Any]) -> None:
         if name in ("MetadataService", "SwaCache"):
             arguments = {"device": "cpu", **arguments}
         refused(lambda: CONSTRUCTORS[name](**arguments))
+
+    def check(name: str, data: Any) -> None:
+        make(name, some_arguments(data, PARAMETERS[name]))
+
+    for name, parameters in PARAMETERS.items():
+        for parameter, value in itertools.product(parameters, NASTY):
+            make(name, {parameter: value})
 
     fuzz(check, 600, st.sampled_from(list(CONSTRUCTORS)), st.data())

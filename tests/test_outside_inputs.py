@@ -71,22 +71,29 @@ def assert_trace(requests: list[Request]) -> None:
     for request in requests:
         assert type(request.prompt_tokens) is type(request.output_tokens) is int
         assert min(request.prompt_tokens, request.output_tokens) >= 0
-        assert request.prompt_tokens + request.output_tokens <= INT32_LARGEST
+        assert (
+            request.prompt_tokens + request.output_tokens <= INT32_LARGEST - 6
+        )  # the last step's drafts stand past the end
         assert all(type(block) is int for block in request.hash_ids)
 
 
 VALUES = st.one_of(
-    st.sampled_from([*WHOLE, 2**31 - 7, "7", 7.0, math.nan, math.inf, None, True, [], {}, [1, 2]]), st.text(max_size=9)
+    st.sampled_from([*WHOLE, 2**31 - 7, 2**31 - 6, "7", 7.0, math.nan, math.inf, None, True, [], {}, [1, 2]]),
+    st.text(max_size=9),
 )
+LENGTHS = st.sampled_from([0, 5, 2**31 - 7, 2**31 - 6])
 ROWS = st.fixed_dictionaries(
-    {"timestamp": VALUES | st.integers(0, 9)},
-    optional={"input_length": VALUES | st.just(5), "output_length": VALUES | st.just(2), "hash_ids": VALUES},
+    {"timestamp": st.integers(0, 9) | VALUES},
+    optional={"input_length": LENGTHS | VALUES, "output_length": LENGTHS | VALUES, "hash_ids": VALUES},
+)
+EXTREME_ROWS = st.fixed_dictionaries(
+    {"timestamp": st.integers(0, 9), "input_length": LENGTHS, "output_length": LENGTHS}
 )
 TRACES = st.one_of(
     st.binary(max_size=200),
     edited(AZURE),
     edited(MOONCAKE),
-    st.lists(ROWS, min_size=1, max_size=4).map(lambda rows: "\n".join(map(json.dumps, rows)).encode()),
+    st.lists(ROWS | EXTREME_ROWS, min_size=1, max_size=4).map(lambda rows: "\n".join(map(json.dumps, rows)).encode()),
     st.lists(st.lists(st.text(max_size=12), min_size=3, max_size=3).map(",".join), max_size=4).map(
         lambda rows: "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]).encode("utf-8", "surrogatepass")
     ),
@@ -113,11 +120,13 @@ def test_traces(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch:
             if sum(request.prompt_tokens + request.output_tokens for request in requests) <= REPLAYED_TOKENS:
                 run(capsys, "replay", path, "--device=cpu", "--check=off")
 
-    fuzz(check, 600, TRACES, st.sampled_from([".csv", ".jsonl", ""]))
+    fuzz(check, 400, TRACES, st.sampled_from([".csv", ".jsonl", ""]))
 
 
 # ---- exports of profiles --------------------------------------------------------------------------------------------------------
 
+# A journal that a writer left behind: who opens the database to write rolls it back and removes it.
+JOURNAL = bytes.fromhex("d9d505f920a163d7 00000000 00000000 00000001 00000200 00001000").ljust(512, b"\0")
 CELLS = st.one_of(
     st.sampled_from([None, 0, 1, -1, 2**31, 2**62, 2**63 - 1, -(2**63), 1.5, 1e300, "", "zos.step", "a\nb", b"\xff"]),
     st.text(max_size=20),
@@ -169,11 +178,13 @@ def test_exports(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch
     def check(data: Any) -> None:
         path = tmp_path / "export?#%.sqlite"
         source = data.draw(st.sampled_from([CLEAN, WAITS]))
+        Path(f"{path}-journal").unlink(missing_ok=True)
         if data.draw(st.integers(0, 3)):
             shutil.copyfile(source, path)
             damaged(path, data)
         else:
             path.write_bytes(data.draw(st.one_of(st.binary(max_size=300), edited(source.read_bytes()))))
+        Path(f"{path}-journal").write_bytes(JOURNAL)
         out = tmp_path / "figures.json"
         out.unlink(missing_ok=True)
         with files_stay(tmp_path, out.name):
@@ -212,10 +223,11 @@ def test_stored_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             store.put(key, 0, 100)
         path = folder / f"{stored_name(key_bytes(key))}.state"
         original = path.read_bytes()
-        lies = data.draw(st.sampled_from(["bytes", "bytes", "bytes", "nothing", "folder", "loop", "other key"]))
+        lies = data.draw(st.sampled_from([*["bytes"] * 6, "nothing", "folder", "loop", "other key"]))
         wanted = key
         if lies == "bytes":
-            path.write_bytes(data.draw(st.one_of(edited(original), st.binary(max_size=99), st.just(original))))
+            edits = edited(original)
+            path.write_bytes(data.draw(st.one_of(edits, edits, edits, st.binary(max_size=99), st.just(original))))
         elif lies == "other key":
             wanted = data.draw(KEYS)
             path.rename(folder / f"{stored_name(key_bytes(wanted))}.state")

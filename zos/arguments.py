@@ -15,7 +15,7 @@ def whole_number(name: str, value: Any, low: int, high: int = INT32_LARGEST) -> 
         if isinstance(value, bool):
             raise TypeError
         number = operator.index(value)
-    except TypeError:
+    except (TypeError, RuntimeError):  # torch's, of a tensor without values
         raise ValueError(f"{name}={value!r} is not a whole number") from None
     if not low <= number <= high:
         raise ValueError(f"{name}={number} is outside {low} … {high}")

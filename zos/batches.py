@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from zos.arguments import INT32_LARGEST, whole_number
+from zos.arguments import INT32_LARGEST, INT64_LARGEST, whole_number
 from zos.bounds import SequenceBounds
 from zos.buffers import DecodeBuffers, PrefillBuffers
 from zos.edits import ANY_VERSION, StagedEdits
@@ -278,11 +278,14 @@ class BatchEdits(SequenceForks):
 
     def lives_on(self, state_id: int, step: int, slot: int = 0) -> bool:
         """Whether a state was admitted or reset after a step of a slot, so that an error in that step is past."""
+        self.slot(slot)
+        step = whole_number("step", step, -INT64_LARGEST, INT64_LARGEST)
         self._learn()
-        return self._bounds.lives_on(slot, state_id, step)
+        return self._bounds.lives_on(slot, self._state_id(state_id), step)
 
     def slot_steps_launched(self, slot: int = 0) -> int:
         """Steps of a slot launched so far: the number that the last one's record will have."""
+        self.slot(slot)
         return self._bounds.launched_steps(slot)
 
     def _learn(self) -> None:

@@ -148,7 +148,7 @@ class StepLaunches(BatchEdits):
 
     def drain(self, slot: int = 0, timeout_s: float = 10.0) -> list[StepRecord]:
         """Return the records of every step launched so far that were not read yet; as `wait` for the last one."""
-        return self.wait(self._bounds.launched_steps(slot), slot, timeout_s)
+        return self.wait(self.slot_steps_launched(slot), slot, timeout_s)
 
     def launched(self, steps: int, slot: int = 0) -> None:
         """Say that a graph with `steps` captured decode steps of a slot was replayed on the current stream.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,7 +49,8 @@ def read_export(path: Path) -> Export:
     if not path.is_file():
         raise InputError(f"{path}: no such file")
     try:
-        with sqlite3.connect(f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1", uri=True) as database:
+        address = f"file:{quote(str(path.resolve()))}?mode=ro&immutable=1"
+        with closing(sqlite3.connect(address, uri=True)) as database:
             return _read(_Tables(database, path))
     except (sqlite3.Error, UnicodeDecodeError, OverflowError) as error:
         raise InputError(f"{path}: not a readable sqlite export of Nsight Systems: {plain(str(error))}") from None
