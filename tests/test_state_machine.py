@@ -164,13 +164,36 @@ class ServiceMachine(RuleBasedStateMachine):
         self.twins.load(records)
         self.twins._host_knows = knows  # a length moves no sequence by itself
 
-    @rule(rows=st.lists(st.one_of(STATE, st.just(-1)), min_size=1, max_size=MAX_BATCH), slot=SLOT, budget=st.booleans())
-    def set_batch(self, rows: list[int], slot: int, budget: bool) -> None:
-        """Any states, used or not, in any order."""
+    @rule(data=st.data(), seqlen_q=st.integers(0, 1))
+    def fail_once(self, data: Any, seqlen_q: int) -> None:
+        """The launch of a flush fails: nothing is lost, and the next one applies it."""
+        state_id = self._some(data, in_use=True)
+        if state_id is None:
+            return
+        self.svc.flush()
+        self.twins.edit("set_seqlen_q", state_id, seqlen_q)
+        launch = self.svc._edits.launch
+
+        def fails() -> None:
+            raise ArithmeticError("planned")
+
+        self.svc._edits.launch = fails
+        with pytest.raises(ArithmeticError, match="planned"):
+            self.svc.flush()
+        self.svc._edits.launch = launch
+
+    @rule(
+        rows=st.lists(st.one_of(STATE, st.just(-1)), min_size=1, max_size=MAX_BATCH),
+        slot=SLOT,
+        budget=st.booleans(),
+        bucket=st.sampled_from([0, MAX_BATCH]),
+    )
+    def set_batch(self, rows: list[int], slot: int, budget: bool, bucket: int) -> None:
+        """Any states, used or not, in any order, in a bucket of their number or a larger one."""
         ids = [state_id for n, state_id in enumerate(rows) if state_id == -1 or state_id not in rows[:n]]
-        packed = self.svc.token_layout == "packed"
-        tokens = max(self.step_tokens, len(ids) * self.step_tokens // 2) if budget and packed else None
-        self.twins.set_batch(ids, slot=slot, max_tokens=tokens)
+        places, packed = max(bucket, len(ids)), self.svc.token_layout == "packed"
+        tokens = max(self.step_tokens, places * self.step_tokens // 2) if budget and packed else None
+        self.twins.set_batch(ids, places, slot=slot, max_tokens=tokens)
         self.prepared.pop((slot, False), None)
 
     @rule(rows=st.lists(STATE, min_size=1, max_size=MAX_BATCH, unique=True), slot=SLOT)
