@@ -181,6 +181,13 @@ def test_capacity_times_ring(device: str) -> None:
             zos.SwaCache(zos.StateSlotLayout(zos.RingGeometry(5, 2, ring), stored_layers=1), capacity + 1, device)
 
 
+def test_numpy_numbers(device: str) -> None:
+    """A product of a NumPy number wraps: 32,051,995 rows of 134 would pass for 34."""
+    rows = np.int32(2**32 // 134 + 1)
+    with pytest.raises(ValueError, match=r"max_batch \* \(window \+ tokens_per_step\)=4294967330"):
+        zos.MetadataService(1, rows, device=device)  # type: ignore[arg-type]
+
+
 def test_last_position(device: str) -> None:
     """From 2^31 - 7 a step of six tokens reaches the last position; from there on a step is an error by name, for each length."""
     setup = Setup(

@@ -110,7 +110,7 @@ class SequenceEdits:
             state_id, q_start, seqlen_q, swa_valid_start, stop_at, prompt_end, chunk_q, decode_q, kv_cached_end, tokens,
             prefix_hit,
         )  # fmt: skip
-        self._stop_at[state_id] = stop_at
+        self._stop_at[state_id] = stop_at = words[5]  # a whole number, whatever was given
         self._lives[state_id] += 1
         self._edits.stage(state_id, Edit.ADMIT, *words, tokens=ids)
         self._bounds.stage(ADMIT, state_id, words[1], stop_at)

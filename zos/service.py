@@ -87,7 +87,7 @@ class MetadataService(StepLaunches):
         geometry = geometry or RingGeometry()
         step = geometry.tokens_per_step
         self.capacity = whole_number("capacity", capacity, 1)
-        whole_number("max_batch", max_batch, 1)
+        max_batch = whole_number("max_batch", max_batch, 1)  # a NumPy number's products would wrap
         self.metadata_slots = whole_number("metadata_slots", metadata_slots, 1)
         max_prefill_tokens = whole_number("max_prefill_tokens", max_prefill_tokens, 1)
         snapshot_every = whole_number("snapshot_every", snapshot_every, 0)
