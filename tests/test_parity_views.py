@@ -20,6 +20,7 @@ from zos.cli.setups import SETUPS
 from zos.service import MetadataService
 
 ROUNDS = 60  # some 30,000 cases of the setup below
+MOST_TURNS = 8
 SETUP = replace(SETUPS[0], snapshot_every=0)  # boundaries would leave few long chunks
 TAIL_OUTPUTS = tuple(field.name for field in fields(zos.PrefillTail))
 Wrong = Callable[..., Any]
@@ -153,5 +154,8 @@ def test_rounds_reach_every_kind(monkeypatch: pytest.MonkeyPatch, seed: int) -> 
 
     monkeypatch.setattr(parity_batches, "expected_tail", tail)
     monkeypatch.setattr(parity_round, "expected_block_view", block)
-    rounds(seed)
+    for more in range(MOST_TURNS):  # the rare ones take their time
+        rounds(seed + more)
+        if all(met.values()):
+            break
     assert all(met.values()), met
