@@ -245,8 +245,11 @@ def test_a13_no_result_is_not_zero_drafts(device: str) -> None:
 def test_a15_empty_batches_and_rows(device: str) -> None:
     """Nothing to do launches nothing and breaks nothing; a row without tokens takes no place and keeps its length."""
     svc = service(device, {1: 10, 2: 20, 3: 30})
+    svc.set_batch([1, 2, 3], batch=3)
+    assert svc.prepare().num_tokens.tolist() == [18]
     svc.set_batch([], batch=0)
     empty = svc.prepare()
+    assert empty.num_tokens.tolist() == [0], "a former step's tokens are left"
     assert empty.cu_seqlens_q.tolist() == [0] and empty.positions.shape == (0,)
     svc.set_seqlen_q(2, 0)
     svc.set_batch([1, 2, 3], batch=3)

@@ -13,6 +13,7 @@ import torch
 
 import zos
 import zos.nvtx
+from device_kernels import launch as launch_module
 from device_kernels import module
 from device_kernels.launch import LaunchError
 from device_kernels.module import Kernel
@@ -63,6 +64,36 @@ class FakeDevices:
             yield
         finally:
             self.current = before
+
+
+class Driver:
+    """A driver that answers every launch with a code."""
+
+    def __init__(self, code: int) -> None:
+        self.code, self.launches = code, 0
+
+    def cuLaunchKernelEx(self, *arguments: object) -> int:
+        """Count a launch."""
+        self.launches += 1
+        return self.code
+
+    def cuGetErrorName(self, code: int, name: object) -> None:
+        """Know none."""
+
+
+def test_a14_a_refused_launch_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch that the driver refuses, as of too large a grid, is an exception with its shape, not a printed line."""
+    FakeDevices(0).install(monkeypatch)
+    driver = Driver(0)
+    monkeypatch.setattr(launch_module, "_driver", lambda: driver)
+    kernel = Kernel("probe", "probe", "q")
+    kernel._functions[0] = SimpleNamespace(kernel=SimpleNamespace(ptr=1))
+    bound = kernel.bind(torch.device("cuda", 0), (1, 65_536), (32, 1), 0)
+    bound()
+    driver.code = 1  # CUDA_ERROR_INVALID_VALUE
+    with pytest.raises(LaunchError, match=r"\[1, 65536, 1\], \[32, 1, 1\]"):
+        bound()
+    assert driver.launches == 2
 
 
 @pytest.mark.parametrize(("current", "used"), [(1, 0), (0, 1), (0, 0)])
